@@ -1,0 +1,173 @@
+"""A guard around an optimizer: one norm of the gradient decides clipping, skipping and what is logged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from styrax.core.tree import flatten
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+class Verdict(NamedTuple):
+    """What one look at the gradient decides.
+
+    Attributes:
+        norm: Global norm of the gradient before clipping.
+        scale: Factor for the gradient; 0 when the step is skipped.
+        apply: Whether the step is taken.
+    """
+
+    norm: Float[Array, ""]
+    scale: Float[Array, ""]
+    apply: Bool[Array, ""]
+
+
+class GuardState(NamedTuple):
+    """State of `guard`.
+
+    Attributes:
+        inner: State of the guarded transformation.
+        grad_norm: Global norm of the last gradient before clipping, whatever it was.
+        clip_scale: Factor that was put on that gradient; 0 when the step was skipped.
+        skipped: How many steps were skipped so far.
+    """
+
+    inner: Any
+    grad_norm: Float[Array, ""]
+    clip_scale: Float[Array, ""]
+    skipped: Int[Array, ""]
+
+
+class FusedTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation whose `update` takes a `verdict` and obeys it inside its own loop over the arrays.
+
+    `guard` gives such a transformation the raw gradient and the verdict. On `verdict.apply == False` its
+    state must come back bit for bit and its updates must be zeros, without looking at the gradient.
+    """
+
+
+def measure(updates: Any, *, clip_norm: float | None = 1.0, skip_nonfinite: bool = True) -> Verdict:
+    """Judge a gradient from its global norm.
+
+        n = sqrt(sum g^2) in float32;   scale = min(1, clip_norm / n);   apply = n is finite
+
+    `n` is finite only if every element is. A gradient whose squares overflow float32 counts as non-finite.
+
+    Args:
+        updates: Gradients, real floating arrays of any dtype.
+        clip_norm: Largest norm to let pass; `None` passes all. 0 and a gradient of zeros are both allowed.
+        skip_nonfinite: Whether a non-finite norm stops the step.
+
+    Raises:
+        ValueError: Some leaves are not real floating arrays; all are listed.
+
+    Source: Pascanu et al. 2013, arXiv 1211.5063, algorithm 1.
+
+    Example:
+        >>> verdict = measure({"w": jnp.array([3.0, 4.0])}, clip_norm=1.0)
+        >>> float(verdict.norm), round(float(verdict.scale), 6)
+        (5.0, 0.2)
+    """
+    leaves = flatten(updates)
+    check_floating(leaves, "gradient")
+    squares = [jnp.sum(jnp.square(jnp.asarray(g).astype(jnp.float32))) for g in leaves.values()]
+    norm = jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+    scale = jnp.ones((), jnp.float32)
+    if clip_norm is not None:
+        scale = jnp.where(norm > clip_norm, clip_norm / norm, scale)
+    if not skip_nonfinite:
+        return Verdict(norm, scale, jnp.ones((), jnp.bool_))
+    apply = jnp.isfinite(norm)
+    return Verdict(norm, jnp.where(apply, scale, 0.0), apply)
+
+
+def guard(
+    inner: optax.GradientTransformation, *, clip_norm: float | None = 1.0, skip_nonfinite: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """Clip by global norm and skip steps with a non-finite gradient, in one pass before `inner`.
+
+    On a skipped step every leaf of the inner state keeps its bits (counts included), the updates are zeros,
+    and `skipped` grows by one. The rest of the time `inner` sees `scale * g` in float32. Its state keeps the
+    dtypes of `inner.init`, so the whole state can be carried through `jax.lax.scan`.
+
+    A `FusedTransformation`, such as `adamw`, takes the verdict itself and then neither a clipped copy of the
+    gradient nor a second copy of the state exists. Any other transformation (a chain or mask around `adamw`
+    is one) is wrapped in selects, for which XLA may copy its state.
+
+    Args:
+        inner: What to guard. Extra arguments of `update` are passed on to it.
+        clip_norm: Largest global norm, in the units of the gradient; `None` does not clip.
+        skip_nonfinite: Skip a step whose gradient has an infinity or a NaN.
+
+    Returns:
+        A transformation with state `GuardState`.
+
+    Raises:
+        ValueError: `clip_norm` is negative or NaN.
+
+    Example:
+        >>> tx = guard(optax.sgd(1.0), clip_norm=1.0)
+        >>> w = jnp.zeros(2)
+        >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(w), w)
+        >>> [float(u) == 0 for u in updates], int(state.skipped)
+        ([True, True], 1)
+    """
+    if clip_norm is not None and not clip_norm >= 0:
+        raise ValueError(f"clip_norm must be 0 or more, or None for no clipping; got {clip_norm}")
+    fused = isinstance(inner, FusedTransformation)
+    inner = optax.with_extra_args_support(inner) if not fused else inner
+
+    def init(params: Any) -> GuardState:
+        one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+        return GuardState(inner.init(params), zero, one, jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, GuardState]:
+        verdict = measure(updates, clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
+        if fused:
+            updates, inner_state = inner.update(updates, state.inner, params, verdict=verdict, **extra)
+        else:
+            updates, inner_state = _selected(inner, verdict, updates, state.inner, params, extra)
+        skipped = state.skipped + jnp.logical_not(verdict.apply).astype(jnp.int32)
+        return updates, GuardState(inner_state, verdict.norm, verdict.scale, skipped)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _selected(
+    inner: Any, verdict: Verdict, updates: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[Any, Any]:
+    # Zero times NaN is NaN, so a skipped gradient is replaced, not multiplied.
+    grads = jax.tree.map(
+        lambda g: jnp.where(verdict.apply, jnp.asarray(g).astype(jnp.float32) * verdict.scale, 0.0), updates
+    )
+    updates, new = inner.update(grads, state, params, **extra)
+    # A negative zero is the only number that adds to every float, zeros included, without changing its bits.
+    updates = jax.tree.map(lambda u: jnp.where(verdict.apply, u, jnp.asarray(-0.0, u.dtype)), updates)
+    return updates, jax.tree.map(lambda a, b: jnp.where(verdict.apply, _as(a, b), b), new, state)
+
+
+def _as(new: Any, old: Any) -> Any:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def check_floating(leaves: dict[str, Any], what: str) -> None:
+    """Refuse leaves that are not real floating arrays.
+
+    Raises:
+        ValueError: Lists every such leaf by path.
+    """
+    wrong = {path: _dtype(x) for path, x in leaves.items() if not jnp.issubdtype(_dtype(x), jnp.floating)}
+    if wrong:
+        lines = [f"{len(wrong)} {what}(s) are not real floating arrays; mask them out or cast them:"]
+        lines += [f"  {path or '(root)'}: {dtype}" for path, dtype in wrong.items()]
+        raise ValueError("\n".join(lines))
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
