@@ -1,0 +1,3 @@
+"""The commands of core itself."""
+
+__all__: list[str] = []

@@ -1,0 +1,108 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from styrax.core import DEFAULT_RULES, MeshConfig, UserError
+from styrax.core.mesh import shardings, spec
+
+EIGHT = MeshConfig(axes={"data": 2, "fsdp": 2, "tensor": 2}).abstract(8)
+
+
+def test_build_uses_all_devices():
+    mesh = MeshConfig().build()
+    assert dict(mesh.shape) == {"data": len(jax.devices())}
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert dict(MeshConfig(axes={"fsdp": 1, "tensor": -1}).build(jax.devices()[:1]).shape) == {"fsdp": 1, "tensor": 1}
+
+
+def test_abstract_needs_no_devices():
+    mesh = MeshConfig(axes={"fsdp": -1, "tensor": 8}).abstract(4096)
+    assert dict(mesh.shape) == {"fsdp": 512, "tensor": 8}
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices", "message"),
+    [
+        ({"data": -1, "tensor": 3}, 8, "mesh data=-1, tensor=3: 8 device(s) do not divide by 3"),
+        ({"data": 2, "fsdp": 2}, 8, "mesh data=2, fsdp=2 needs 4 devices, got 8"),
+    ],
+)
+def test_sizes_that_do_not_fit(axes, devices, message):
+    with pytest.raises(UserError) as caught:
+        MeshConfig(axes=axes).abstract(devices)
+    assert str(caught.value).startswith(message)
+
+
+def test_bad_axes_are_all_named():
+    with pytest.raises(ValueError) as caught:
+        MeshConfig(axes={"a": 0, "b": -2, "c": -1, "d": -1})
+    assert str(caught.value).splitlines() == [
+        "axis 'a' has size 0; axis 'b' has size -2: expected 1 or more, or -1 for all devices that are left",
+        "axes c, d are all -1: expected at most one",
+    ]
+    with pytest.raises(ValueError, match="axes is empty"):
+        MeshConfig(axes={})
+
+
+@given(st.lists(st.sampled_from([*DEFAULT_RULES, None]), max_size=4))
+def test_a_partition_uses_no_axis_twice_and_none_that_the_mesh_lacks(axes):
+    partition = spec(tuple(axes), DEFAULT_RULES, EIGHT)
+    assert len(partition) == len(axes)
+    used = [name for entry in partition if entry for name in ([entry] if isinstance(entry, str) else entry)]
+    assert len(used) == len(set(used))
+    assert set(used) <= set(EIGHT.axis_names)
+
+
+def test_spec():
+    assert tuple(spec(("batch", "seq", "embed"), DEFAULT_RULES, EIGHT)) == (("data", "fsdp"), None, None)
+    assert tuple(spec(("embed", "mlp"), DEFAULT_RULES, EIGHT)) == ("fsdp", "tensor")
+    with pytest.raises(UserError, match=r"no rule for logical axis 'embd' \(did you mean 'embed'\?\)"):
+        spec(("embd",), DEFAULT_RULES, EIGHT)
+
+
+def test_shardings():
+    like = {
+        "a": {"kernel": jax.ShapeDtypeStruct((4, 6), jnp.float32)},
+        "scale": jax.ShapeDtypeStruct((4,), jnp.float32),
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    axes = {"**/kernel": ("embed", "mlp"), "scale": (None,), "unused/*": ("embed",)}
+    got = shardings(like, axes, DEFAULT_RULES, EIGHT)
+    assert tuple(got["a"]["kernel"].spec) == ("fsdp", "tensor")
+    assert got["a"]["kernel"].mesh == EIGHT
+    assert tuple(got["scale"].spec) == (None,)
+    assert tuple(got["step"].spec) == ()
+
+
+def test_all_problems_with_shardings_are_listed():
+    like = {
+        "odd": jax.ShapeDtypeStruct((3, 5), jnp.float32),
+        "rank": jax.ShapeDtypeStruct((4,), jnp.float32),
+        "rule": jax.ShapeDtypeStruct((4,), jnp.float32),
+        "lost": jax.ShapeDtypeStruct((4,), jnp.float32),
+        "batch": jax.ShapeDtypeStruct((6,), jnp.float32),
+    }
+    axes = {"odd": ("embed", "mlp"), "rank": ("embed", None), "rule": ("embd",), "batch": ("batch",)}
+    with pytest.raises(UserError) as caught:
+        shardings(like, axes, DEFAULT_RULES, EIGHT)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "6 problem(s) with shardings on {'data': 2, 'fsdp': 2, 'tensor': 2}:"
+    assert lines[1:4] == [
+        "  batch: dimension 0 (batch) is 6, not divisible by 4 = data 2 x fsdp 2",
+        "  lost: no pattern gives its axes; shape (4,)",
+        "  odd: dimension 0 (embed) is 3, not divisible by 2 = fsdp 2",
+    ]
+    assert lines[4] == "  odd: dimension 1 (mlp) is 5, not divisible by 2 = tensor 2"
+    assert lines[5] == "  rank: 2 axes ('embed', None) for 1 dimensions (4,)"
+    assert lines[6].startswith("  rule: no rule for logical axis 'embd'")
+
+
+def test_nnx_states_keep_their_structure():
+    nnx = pytest.importorskip("flax.nnx")
+    params = nnx.state(nnx.eval_shape(lambda: nnx.Linear(4, 6, rngs=nnx.Rngs(0))), nnx.Param)
+    got = shardings(params, {"kernel": ("embed", "mlp"), "bias": ("mlp",)}, DEFAULT_RULES, EIGHT)
+    assert jax.tree.structure(got) == jax.tree.structure(params)
