@@ -199,6 +199,39 @@ def shardings(abstract_tree: Any, axes_by_pattern: Mapping[str, Axes], rules: Ru
     return tree.unflatten(abstract_tree, found)
 
 
+def follow(abstract_tree: Any, params: Any, where: Any, default: Any) -> Any:
+    """Give the arrays that belong to parameters, such as an optimizer's moments, the shardings of those.
+
+    A leaf whose path ends with the path of a parameter and that has its shape lies as that parameter; the
+    longest such path counts. Everything else takes the default.
+
+    Args:
+        abstract_tree: A tree of arrays or `jax.ShapeDtypeStruct`, such as an optimizer's state.
+        params: The parameters, in the same form.
+        where: A sharding for each parameter, a tree like `params`.
+        default: The sharding of everything else.
+
+    Returns:
+        A tree of shardings with the structure of `abstract_tree`.
+
+    Example:
+        >>> import jax
+        >>> w, step = jax.ShapeDtypeStruct((4, 2), "float32"), jax.ShapeDtypeStruct((), "int32")
+        >>> follow({"mu": {"w": w}, "count": step}, {"w": w}, {"w": "as w"}, "replicated")
+        {'count': 'replicated', 'mu': {'w': 'as w'}}
+    """
+    shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
+    places = tree.flatten(where)
+
+    def place(path: str, leaf: Any) -> Any:
+        segments = path.split("/")
+        owners = ["/".join(segments[start:]) for start in range(len(segments) + 1)]
+        owner = next((owner for owner in owners if shapes.get(owner) == tuple(leaf.shape)), None)
+        return default if owner is None else places[owner]
+
+    return tree.map_with_path(place, abstract_tree)
+
+
 def _uneven(shape: tuple[int, ...], axes: Axes, partition: PartitionSpec, mesh: Mesh | AbstractMesh) -> list[str]:
     problems = []
     for number, (size, axis, entry) in enumerate(zip(shape, axes, partition)):

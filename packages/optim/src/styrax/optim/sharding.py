@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from styrax.core.mesh import follow
 from styrax.core.tree import flatten, unflatten
 
 
@@ -44,20 +45,7 @@ def state_shardings(tx: Any, params: Any) -> Any:
     if wrong:
         lines = ["parameters without a NamedSharding (put arrays on a mesh, or give ShapeDtypeStruct one):"]
         raise ValueError("\n  ".join(lines + [f"{path}: {sharding}" for path, sharding in wrong.items()]))
-    replicated = _replicated(where)
-    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
-
-    def follow(path: str, leaf: Any) -> Any:
-        segments = path.split("/")
-        for start in range(len(segments)):
-            suffix = "/".join(segments[start:])
-            if shapes.get(suffix) == tuple(leaf.shape):
-                return where[suffix]
-        bare = shapes.get("")
-        return where[""] if bare is not None and bare == tuple(leaf.shape) else replicated
-
-    state = jax.eval_shape(tx.init, params)
-    return unflatten(state, {path: follow(path, leaf) for path, leaf in flatten(state).items()})
+    return follow(jax.eval_shape(tx.init, params), params, unflatten(params, where), _replicated(where))
 
 
 def _replicated(where: dict[str, Any]) -> Any:

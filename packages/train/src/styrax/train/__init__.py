@@ -1,0 +1,45 @@
+"""A pure training step, a short readable loop around it, and the commands that compose the libraries."""
+
+from typing import TYPE_CHECKING
+
+from styrax.core import lazy_exports
+
+if TYPE_CHECKING:
+    from styrax.train.config import SCHEMA, TrainConfig
+    from styrax.train.evaluate import HeldOut, evaluator
+    from styrax.train.loop import FitResult, fit
+    from styrax.train.loss import Term, next_token_loss
+    from styrax.train.rundir import RunDir
+    from styrax.train.step import TrainState, init_state, make_step
+
+__all__ = [
+    "SCHEMA",
+    "FitResult",
+    "HeldOut",
+    "RunDir",
+    "Term",
+    "TrainConfig",
+    "TrainState",
+    "evaluator",
+    "fit",
+    "init_state",
+    "make_step",
+    "next_token_loss",
+]
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "SCHEMA": "config",
+        "FitResult": "loop",
+        "HeldOut": "evaluate",
+        "RunDir": "rundir",
+        "Term": "loss",
+        "TrainConfig": "config",
+        "TrainState": "step",
+        "evaluator": "evaluate",
+        "fit": "loop",
+        "init_state": "step",
+        "make_step": "step",
+        "next_token_loss": "loss",
+    },
+)

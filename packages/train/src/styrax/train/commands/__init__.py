@@ -1,0 +1,1 @@
+"""The commands `styrax train`, `styrax generate` and `styrax report`."""

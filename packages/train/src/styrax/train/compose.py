@@ -1,0 +1,89 @@
+"""From a resolved configuration to the objects that ``fit`` takes; names become parts through entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from styrax.core.config import Resolved
+from styrax.core.precision import Policy
+
+
+class Parts(NamedTuple):
+    """The objects of a run.
+
+    Attributes:
+        make_model: ``nnx.Rngs -> nnx.Module``.
+        tx: The optax transformation.
+        metrics: Reads scalars from the optimizer's state.
+        dataset: Batches by step, tokenizer, held-out text.
+        mesh: Device mesh, or None for one device.
+        logical_axes: Path pattern of a parameter to its logical axes.
+    """
+
+    make_model: Callable[[Any], Any]
+    tx: Any
+    metrics: Callable[[Any], Any]
+    dataset: Any
+    mesh: Any
+    logical_axes: Any
+
+
+def make_dataset(resolved: Resolved, progress: Callable[[str, int, int | None], None] | None = None) -> Any:
+    """Build (or reuse) the data of a run."""
+    sections = resolved.sections
+    return sections["data"].build(seed=sections["train"].seed, progress=progress)
+
+
+def make_model(resolved: Resolved, vocab_size: int) -> Callable[[Any], Any]:
+    """A function of ``nnx.Rngs`` that makes the model."""
+    sections = resolved.sections
+    policy = Policy.parse(sections["train"].precision)
+    return lambda rngs: sections["model"].build(vocab_size=vocab_size, rngs=rngs, policy=policy)
+
+
+def compose(resolved: Resolved, dataset: Any) -> Parts:
+    """Make every part but the checkpointer, which needs the folder of the run."""
+    import jax
+    from flax import nnx
+
+    from styrax.train.step import split_model
+
+    sections = resolved.sections
+    model = make_model(resolved, dataset.vocab_size)
+    abstract = split_model(nnx.eval_shape(lambda: model(nnx.Rngs(0))))[1]
+    tx = sections["optim"].build(abstract, steps=sections["train"].steps)
+    mesh = sections["mesh"].build() if len(jax.devices()) > 1 else None
+    return Parts(model, tx, sections["optim"].metrics, dataset, mesh, sections["model"].logical_axes())
+
+
+def load_model(resolved: Resolved, checkpoints: Path, vocab_size: int) -> tuple[Any, int]:
+    """The model of a run's newest checkpoint, parameters only.
+
+    Returns:
+        ``(module, step)``.
+    """
+    from flax import nnx
+
+    from styrax.core import UserError
+    from styrax.train.step import split_model
+
+    model = make_model(resolved, vocab_size)
+    abstract = nnx.eval_shape(lambda: model(nnx.Rngs(0)))
+    graphdef, params, variables = split_model(abstract)
+    with resolved.sections["checkpoint"].build(checkpoints, read_only=True) as checkpointer:
+        step = checkpointer.latest()
+        if step is None:
+            raise UserError(
+                f"{checkpoints.parent} holds no complete checkpoint yet; let the run reach its first save "
+                "(checkpoint.every), or resume it with styrax train"
+            )
+        items = checkpointer.restore(step, {"params": params, "variables": variables})
+    return nnx.merge(graphdef, items["params"], items["variables"]), step
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """The ids that a model continues: a document's first input, as in training, then the text."""
+    begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    return [begin, *tokenizer.encode(text)]

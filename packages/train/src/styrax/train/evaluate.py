@@ -1,0 +1,85 @@
+"""Held-out loss, and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from styrax.core import UserError
+from styrax.train.loss import Term
+from styrax.train.step import Loss, TrainState, check_terms
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+
+class HeldOut(NamedTuple):
+    """Result of an evaluation.
+
+    Attributes:
+        loss: Mean negative log-likelihood of a token, in nats.
+        tokens: Number of tokens in the mean.
+        bits_per_byte: ``sum of nll / (ln 2 * bytes of text)``; None where the bytes of a token are not known.
+    """
+
+    loss: float
+    tokens: int
+    bits_per_byte: float | None
+
+
+def evaluator(graphdef: Any, loss: Loss) -> Callable[..., HeldOut]:
+    """Compile a held-out evaluation of the loss's first term, with dropout off.
+
+    Args:
+        graphdef: From :func:`styrax.train.init_state`.
+        loss: The training loss; it is called with ``rngs=None``.
+
+    Returns:
+        ``evaluate(state, batches, token_bytes=None) -> HeldOut``. ``token_bytes`` is int ``[vocab]``, the bytes of
+        text that each token stands for; with it the batches must hold ``targets`` and ``loss_mask``. All batches
+        are dispatched before the first result is read.
+
+    Raises:
+        UserError: If no token of the batches counts.
+    """
+
+    @jax.jit
+    def sums(params: Any, variables: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        out: dict[str, Term] = check_terms(loss(nnx.merge(graphdef, params, variables), batch, None), 1)
+        first = next(iter(out.values()))
+        return first.total, first.weight
+
+    def evaluate(
+        state: TrainState,
+        batches: Iterable[Mapping[str, Any]],
+        token_bytes: Int[np.ndarray, " vocab"] | None = None,
+    ) -> HeldOut:
+        results, size = [], 0
+        for batch in batches:
+            results.append(sums(state.params, state.variables, batch))
+            if token_bytes is not None:
+                size += batch_bytes(batch, token_bytes)
+        totals = np.asarray(jax.device_get(results), np.float64).reshape(-1, 2).sum(axis=0)
+        if totals[1] == 0:
+            raise UserError("there is no held-out token to evaluate; raise data.held_out or add documents")
+        bits = float(totals[0]) / math.log(2) / size if size else None
+        return HeldOut(float(totals[0] / totals[1]), round(float(totals[1])), bits)
+
+    return evaluate
+
+
+def batch_bytes(batch: Mapping[str, Any], token_bytes: Int[np.ndarray, " vocab"]) -> int:
+    """Bytes of text that the counted targets of a batch stand for.
+
+    >>> import numpy as np
+    >>> batch = {"targets": np.array([[1, 2, 0]]), "loss_mask": np.array([[1.0, 1.0, 0.0]])}
+    >>> batch_bytes(batch, np.array([0, 3, 4]))
+    7
+    """
+    counts = np.asarray(batch["loss_mask"]) > 0
+    return int(token_bytes[np.asarray(batch["targets"])[counts]].sum())

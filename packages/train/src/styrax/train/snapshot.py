@@ -1,0 +1,89 @@
+"""A run as the items of a checkpoint, and back."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from styrax.core import UserError
+from styrax.train.step import TrainState
+
+if TYPE_CHECKING:
+    from styrax.core.protocols import Checkpointer
+
+ARRAYS = ("params", "opt_state", "variables")
+
+
+def newest(checkpointer: Checkpointer) -> int | None:
+    """The step to resume from: what the checkpointer says is its newest good one, else the last that it lists."""
+    if latest := getattr(checkpointer, "latest", None):
+        return latest()
+    return max(checkpointer.steps(), default=None)
+
+
+def save(
+    checkpointer: Checkpointer, step: int, state: TrainState, data: Any, run_info: Mapping[str, Any] | None
+) -> None:
+    """Hand everything that the run is to the checkpointer, as named items.
+
+    Items: ``params``, ``opt_state``, ``variables``, ``rng`` (key data), ``data`` (position, JSON), ``run``
+    (step, PRNG implementation and ``run_info``, JSON).
+    """
+    if not (hasattr(data, "get_state") and hasattr(data, "set_state")):
+        raise UserError(
+            f"a run that is saved needs data that can be resumed, with get_state() and set_state(); got "
+            f"{type(data).__name__}. Pass a Grain iterator or a styrax-data loader, or no checkpointer"
+        )
+    run = {**(run_info or {}), "step": step, "prng_impl": str(jax.random.key_impl(state.key))}
+    checkpointer.save(
+        step,
+        {
+            "params": state.params,
+            "opt_state": state.opt_state,
+            "variables": state.variables,
+            "rng": {"key": jax.random.key_data(state.key)},
+            "data": encode(data.get_state()),
+            "run": run,
+        },
+    )
+
+
+def restore(checkpointer: Checkpointer, step: int, abstract: TrainState, data: Any) -> tuple[TrainState, int]:
+    """Read a state into its shardings and put the data where it stood.
+
+    Returns:
+        ``(state, step)``.
+
+    Raises:
+        UserError: If the checkpoint is of another model, optimizer or data, naming every difference.
+    """
+    replicated = getattr(abstract.step, "sharding", None)
+    key = jax.eval_shape(jax.random.key_data, abstract.key)
+    like: dict[str, Any] = {name: getattr(abstract, name) for name in ARRAYS}
+    like["rng"] = {"key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated)}
+    items = checkpointer.restore(step, {**like, "data": None, "run": None})
+    if not hasattr(data, "set_state"):
+        raise UserError(f"cannot resume at step {step}: {type(data).__name__} has no set_state()")
+    data.set_state(decode(items["data"]))
+    rng = jax.random.wrap_key_data(items["rng"]["key"], impl=items["run"]["prng_impl"])
+    count = jax.numpy.asarray(step, abstract.step.dtype)
+    if replicated is not None:
+        count, rng = jax.device_put((count, rng), replicated)
+    return TrainState(items["params"], items["opt_state"], items["variables"], count, rng), int(items["run"]["step"])
+
+
+def encode(state: Any) -> Any:
+    """A data position as JSON; Grain's DataLoader gives bytes."""
+    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+
+def decode(state: Any) -> Any:
+    """Inverse of :func:`encode`.
+
+    >>> decode(encode(b"ab")), decode(encode({"step": 3}))
+    (b'ab', {'step': 3})
+    """
+    return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state

@@ -1,0 +1,217 @@
+"""The training step: a pure function of (state, batch), compiled once and donated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from styrax.core import UserError
+from styrax.core.random import stream
+from styrax.train.loss import Term
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+Loss = Callable[[Any, Mapping[str, Any], Any], Mapping[str, Term]]
+Metrics = Callable[[Any], Mapping[str, Any]]
+
+
+class TrainState(NamedTuple):
+    """All that a step reads and writes.
+
+    Attributes:
+        params: Nested dict of the model's ``nnx.Param`` arrays.
+        opt_state: State of the optax transformation.
+        variables: Nested dict of every other NNX variable (statistics, caches); often empty.
+        step: int32 scalar, the number of updates done.
+        key: Typed PRNG key of the run. It never changes: a random stream is the key folded by purpose, step
+            and micro-batch, so a resumed run draws what the uninterrupted one would.
+    """
+
+    params: Any
+    opt_state: Any
+    variables: Any
+    step: Int[Array, ""]
+    key: Any
+
+
+def split_model(model: nnx.Module) -> tuple[Any, Any, Any]:
+    """Split a module into (graphdef, params, variables), the latter two as plain nested dicts."""
+    graphdef, params, variables = nnx.split(model, nnx.Param, ...)
+    return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(variables)
+
+
+def init_state(
+    model: nnx.Module, tx: optax.GradientTransformation, *, key: Any, copy: bool = True
+) -> tuple[Any, TrainState]:
+    """Make the first state from a module and an optimizer.
+
+    Args:
+        model: The module, with concrete arrays (or traced ones, inside ``jax.jit``).
+        tx: Any optax transformation.
+        key: Typed PRNG key, the root of the run's random streams.
+        copy: Copy the arrays, so that donating the state leaves the caller's module usable.
+
+    Returns:
+        ``(graphdef, state)``; the graphdef is static and is what :func:`make_step` closes over.
+    """
+    graphdef, params, variables = split_model(model)
+    if copy:
+        params, variables = jax.tree.map(jnp.copy, (params, variables))
+    return graphdef, TrainState(params, tx.init(params), variables, jnp.zeros((), jnp.int32), key)
+
+
+def make_step(
+    graphdef: Any,
+    tx: optax.GradientTransformation,
+    loss: Loss,
+    *,
+    accumulate: int = 1,
+    metrics: Metrics | None = None,
+    rng_streams: tuple[str, ...] = ("dropout",),
+) -> Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, dict[str, Any]]]:
+    """Build the step: gradients of the objective, the optimizer's update, and metrics.
+
+    The result is pure and not compiled: ``jax.jit(step, donate_argnums=0)`` is yours to call, anywhere.
+
+    Args:
+        graphdef: From :func:`init_state`.
+        tx: The optax transformation; clipping and skipping belong to it.
+        loss: ``loss(model, batch, rngs) -> {name: Term}``, see :class:`styrax.train.Term`.
+        accumulate: Cut the batch into this many micro-batches and run them one after another. It must divide
+            the batch size. Equal to one large batch up to rounding, when dropout is off.
+        metrics: ``metrics(opt_state) -> {name: scalar}``, read after the update.
+        rng_streams: Names of the random streams given to the loss as ``nnx.Rngs``; empty gives ``None``.
+
+    Returns:
+        ``step(state, batch) -> (state, metrics)``. Metrics are float32 scalars: ``loss`` (the objective), each
+        further term's mean by its name, ``tokens`` (weight of the first term), and the optimizer's.
+    """
+
+    def terms(params: Any, variables: Any, batch: Any, key: Any) -> tuple[dict[str, Term], Any]:
+        model = nnx.merge(graphdef, params, variables)
+        rngs = nnx.Rngs(**{name: stream(key, name) for name in rng_streams}) if rng_streams else None
+        out = check_terms(loss(model, batch, rngs), accumulate)
+        return out, split_model(model)[2]
+
+    def gradient(state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
+        def objective(params):
+            out, variables = terms(params, state.variables, batch, stream(state.key, "step", state.step))
+            return _objective(out, _weights(out)), (out, variables)
+
+        (value, (out, variables)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+        return grads, _report(value, out), variables
+
+    def accumulated_gradient(state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
+        pieces = jax.tree.map(lambda x: _cut(x, accumulate), batch)
+        root = stream(state.key, "step", state.step)
+
+        # The divisors of the whole batch come first. They seldom depend on the parameters, and then XLA drops
+        # the forward pass from this scan and only counts tokens.
+        def count(variables, inputs):
+            piece, i = inputs
+            out, variables = terms(state.params, variables, piece, stream(root, "micro", i))
+            return variables, _weights(out)
+
+        index = jnp.arange(accumulate)
+        weights = jax.tree.map(jnp.sum, jax.lax.scan(count, state.variables, (pieces, index))[1])
+
+        def body(carry, inputs):
+            grads, variables = carry
+            piece, i = inputs
+
+            def objective(params):
+                out, new = terms(params, variables, piece, stream(root, "micro", i))
+                return _objective(out, weights), (out, new)
+
+            (value, (out, variables)), g = jax.value_and_grad(objective, has_aux=True)(state.params)
+            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, g)
+            return (grads, variables), (value, {k: t.total for k, t in out.items()})
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+        (grads, variables), (values, totals) = jax.lax.scan(body, (zeros, state.variables), (pieces, index))
+        out = {k: Term(jnp.sum(v), weights[k]) for k, v in totals.items()}
+        return grads, _report(jnp.sum(values), out), variables
+
+    def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+        grads, report, variables = (gradient if accumulate == 1 else accumulated_gradient)(state, dict(batch))
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        if metrics is not None:
+            report.update({k: jnp.asarray(v, jnp.float32) for k, v in metrics(opt_state).items()})
+        return TrainState(params, opt_state, variables, state.step + 1, state.key), report
+
+    return step
+
+
+def _weights(out: Mapping[str, Term]) -> dict[str, Any]:
+    return {k: jax.lax.stop_gradient(jnp.asarray(t.weight, jnp.float32)) for k, t in out.items()}
+
+
+def _mean(total: Any, weight: Any) -> Any:
+    """``total / weight``, and 0 where nothing was counted (a batch that is wholly masked)."""
+    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0)
+
+
+def _objective(out: Mapping[str, Term], weights: Mapping[str, Any]) -> Any:
+    parts = [t.coef * _mean(t.total, weights[k]) for k, t in out.items() if t.coef != 0.0]
+    return sum(parts[1:], parts[0])
+
+
+def _report(value: Any, out: Mapping[str, Term]) -> dict[str, Any]:
+    first = next(iter(out))
+    means = {k: _mean(t.total, t.weight) for k, t in out.items()} if len(out) > 1 else {}
+    if "loss" in means:  # the first term keeps its name only where it is the whole objective
+        means["loss_term"] = means.pop("loss")
+    return {"loss": value, **means, "tokens": jnp.asarray(out[first].weight, jnp.float32)}
+
+
+def check_terms(out: Any, accumulate: int) -> dict[str, Term]:
+    """Accept a mapping of terms, or a scalar mean where one batch is one piece; explain anything else."""
+    if isinstance(out, Mapping) and out and all(isinstance(t, Term) for t in out.values()):
+        if all(t.coef == 0.0 for t in out.values()):
+            raise UserError("the loss has only terms with coef=0, so there is nothing to minimise; give one a coef")
+        return dict(out)
+    if isinstance(out, Term):
+        return {"loss": out}
+    if not isinstance(out, Mapping) and jnp.shape(out) == () and accumulate == 1:
+        return {"loss": Term(out, jnp.ones((), jnp.float32))}
+    if not isinstance(out, Mapping) and jnp.shape(out) == ():
+        raise UserError(
+            f"the loss returned a bare scalar, which cannot be accumulated over {accumulate} micro-batches: a mean of "
+            "means weighs tokens unevenly. Return {'loss': Term(sum, count)} (styrax.train.Term)"
+        )
+    raise UserError(
+        "the loss must return {name: Term(total, weight)} or a scalar; got "
+        + (
+            f"a mapping of {sorted({type(v).__name__ for v in out.values()})}"
+            if isinstance(out, Mapping)
+            else repr(out)
+        )
+    )
+
+
+def check_batch(batch: Mapping[str, Any], accumulate: int, shards: int = 1) -> None:
+    """Refuse a batch whose leading axis the micro-batches and the mesh do not divide."""
+    sizes = {k: x.shape[0] if getattr(x, "ndim", 0) else None for k, x in batch.items()}
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        raise UserError(f"every array of a batch must have the same leading axis; got {sizes}")
+    (size,) = set(sizes.values())
+    assert size is not None
+    if size % accumulate:
+        raise UserError(f"train.accumulate={accumulate} does not divide the batch of {size} rows")
+    if (size // accumulate) % shards:
+        raise UserError(
+            f"a micro-batch of {size // accumulate} rows ({size} rows / accumulate {accumulate}) does not divide over "
+            f"the {shards} devices of the mesh's batch axes; make data.batch_size a multiple of {accumulate * shards}"
+        )
+
+
+def _cut(x: Any, k: int) -> Any:
+    """``[B, ...] -> [k, B/k, ...]`` by strides, so that rows stay on the device that holds them."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1)

@@ -1,0 +1,17 @@
+"""The benchmark programs run; what they print is for people."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAMS = Path(__file__).parents[1] / "tools" / "benchmarks"
+
+
+def test_train_overhead_runs():
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "train_overhead.py", "--rounds", "3", "--host-steps", "20", "--shape", "small"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ours / by hand" in done.stdout
+    assert "host time a step" in done.stdout
