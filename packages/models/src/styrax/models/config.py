@@ -1,0 +1,124 @@
+"""The decoder's configuration; importing it costs no jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from styrax.core import Policy
+from styrax.core.config import Fraction, Positive, PositiveFloat
+from styrax.models.sharding import LogicalAxes, decoder_axes
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from styrax.models.decoder import Decoder
+
+_MLP_MULTIPLE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+
+    Attributes:
+        kind: Selects this model.
+        num_layers: Blocks of attention and MLP.
+        embed_dim: Width of the residual stream.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, a divisor of `num_heads`; none means as many as query heads.
+        head_dim: Width of a head, even; none means `embed_dim / num_heads`.
+        mlp_dim: Hidden width of the MLP; none means 8/3 of `embed_dim`, rounded to a multiple of 64.
+        tied: Use the transposed embedding as the output head.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Added to the mean square in every RMSNorm.
+        dropout: Probability of dropping an element of the embedding and of each residual branch, below 1.
+        remat: Recompute each block in the backward pass ("block") or keep its activations ("none");
+            "auto" recomputes, except in wide models on a CPU.
+        scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU.
+            Parameters and results are the same.
+        max_len: Longest context, in tokens, that generation looks back on.
+
+    Raises:
+        ValueError: Values do not fit together; all problems are listed.
+
+    Example:
+        >>> config = DecoderConfig(embed_dim=384, num_heads=6, num_kv_heads=2)
+        >>> config.kv_heads, config.head_width, config.mlp_width
+        (2, 64, 1024)
+    """
+
+    kind: Literal["decoder"] = "decoder"
+    num_layers: Positive = 6
+    embed_dim: Positive = 384
+    num_heads: Positive = 6
+    num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    mlp_dim: Positive | None = None
+    tied: bool = True
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-5
+    dropout: Fraction = 0.0
+    remat: Literal["none", "block", "auto"] = "auto"
+    scan: Literal["auto", "on", "off"] = "auto"
+    max_len: Positive = 1024
+
+    def __post_init__(self) -> None:
+        counts = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_len")
+        given = {name: getattr(self, name) for name in counts}
+        problems = [f"{name}: expected 1 or more, got {n}" for name, n in given.items() if n is not None and n < 1]
+        if not problems:
+            problems = self._misfits()
+        if not 0.0 <= self.dropout < 1.0:
+            problems.append(f"dropout: expected 0 <= dropout < 1, got {self.dropout}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _misfits(self) -> list[str]:
+        problems = []
+        if self.num_heads % self.kv_heads:
+            problems.append(
+                f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.num_kv_heads}"
+            )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            problems.append(
+                f"embed_dim: expected a multiple of num_heads = {self.num_heads} when head_dim is not given, "
+                f"got {self.embed_dim}"
+            )
+        elif self.head_width % 2:
+            source = "embed_dim / num_heads" if self.head_dim is None else "head_dim"
+            problems.append(f"{source}: expected an even number (rotary positions), got {self.head_width}")
+        return problems
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with the default filled in."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, with the default filled in."""
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP, with the default filled in."""
+        if self.mlp_dim is not None:
+            return self.mlp_dim
+        return max(1, round(self.embed_dim * 8 / 3 / _MLP_MULTIPLE)) * _MLP_MULTIPLE
+
+    def build(self, *, vocab_size: int, rngs: nnx.Rngs, policy: Policy | None = None) -> Decoder:
+        """Make the model with fresh parameters; works under `jax.jit` and `nnx.eval_shape`.
+
+        Args:
+            vocab_size: Token ids are in `[0, vocab_size)`.
+            rngs: Gives one `params` key.
+            policy: Dtypes of parameters, computation and logits; none means float32 for all.
+        """
+        from styrax.models.decoder import Decoder
+
+        return Decoder(self, vocab_size=vocab_size, rngs=rngs, policy=policy or Policy())
+
+    def logical_axes(self) -> LogicalAxes:
+        """Name the axes of every parameter, by path."""
+        return decoder_axes(tied=self.tied)

@@ -1,0 +1,86 @@
+import subprocess
+import sys
+
+import pytest
+from flax import nnx
+
+from styrax.core import UsageError, registry, tree
+from styrax.core import config as configuration
+from styrax.models import DecoderConfig
+
+
+def test_import_costs_no_jax():
+    code = (
+        "import sys, styrax.models, styrax.models.config, styrax.models.sharding; "
+        "styrax.models.DecoderConfig(); assert 'DecoderConfig' in dir(styrax.models); "
+        "sys.exit(bool({'jax', 'flax', 'numpy'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_is_an_entry_point():
+    assert registry.resolve("styrax.models", "decoder") is DecoderConfig
+
+
+def test_every_field_is_described():
+    text = DecoderConfig.__doc__
+    assert all(f"{name}: " in text for name in DecoderConfig.__dataclass_fields__)
+    assert len(DecoderConfig.__dataclass_fields__) <= 15
+
+
+@pytest.mark.parametrize(
+    ("embed", "mlp"), [(16, 64), (64, 192), (128, 320), (384, 1024), (576, 1536), (768, 2048), (4096, 10944)]
+)
+def test_default_mlp_width(embed, mlp):
+    assert DecoderConfig(embed_dim=embed, num_heads=2).mlp_width == mlp
+
+
+def test_defaults_follow_other_fields():
+    config = DecoderConfig(embed_dim=48, num_heads=4)
+    assert (config.kv_heads, config.head_width) == (4, 12)
+    config = DecoderConfig(embed_dim=48, num_heads=4, num_kv_heads=1, head_dim=16, mlp_dim=7)
+    assert (config.kv_heads, config.head_width, config.mlp_width) == (1, 16, 7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 4}, ["num_kv_heads: expected a divisor of num_heads = 6, got 4"]),
+        ({"embed_dim": 50, "num_heads": 4}, ["embed_dim: expected a multiple of num_heads = 4 when"]),
+        ({"embed_dim": 20, "num_heads": 4}, ["embed_dim / num_heads: expected an even number"]),
+        ({"head_dim": 7}, ["head_dim: expected an even number (rotary positions), got 7"]),
+        ({"dropout": 1.0}, ["dropout: expected 0 <= dropout < 1, got 1.0"]),
+        ({"num_layers": 0, "max_len": -1, "dropout": 2.0}, ["num_layers: expected 1", "max_len: exp", "dropout: "]),
+        ({"num_heads": 6, "num_kv_heads": 4, "head_dim": 7}, ["num_kv_heads: ", "head_dim: "]),
+    ],
+)
+def test_all_problems_are_listed(fields, messages):
+    with pytest.raises(ValueError) as caught:
+        DecoderConfig(**fields)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(messages)
+    assert all(line.startswith(message) for line, message in zip(lines, messages, strict=True))
+
+
+def test_reads_from_a_table():
+    table = {"kind": "decoder", "remat": "none", "num_kv_heads": 2, "head_dim": "none", "rope_theta": 1e6}
+    built = configuration.build(DecoderConfig, table)
+    assert built == DecoderConfig(remat="none", num_kv_heads=2, rope_theta=1e6)
+    with pytest.raises(UsageError, match=r"model.num_layerz: unknown key \(did you mean 'num_layers'\?\)"):
+        configuration.build(DecoderConfig, {"num_layerz": 2}, "model")
+
+
+def test_vocab_size_is_checked():
+    with pytest.raises(ValueError, match="vocab_size: expected 1 or more, got 0"):
+        DecoderConfig().build(vocab_size=0, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_has_axes(tied):
+    config = DecoderConfig(num_layers=2, embed_dim=16, num_heads=2, tied=tied)
+    model = nnx.eval_shape(lambda: config.build(vocab_size=8, rngs=nnx.Rngs(0)))
+    axes = tree.label(nnx.split(model)[1], config.logical_axes())  # raises if a path or a rule is left over
+    leaves = tree.flatten(nnx.split(model)[1])
+    assert axes.keys() == leaves.keys()
+    assert all(len(axes[path]) == leaf.ndim for path, leaf in leaves.items())
+    assert ("head/kernel" in leaves) is not tied
