@@ -1,0 +1,102 @@
+"""The only module that talks to Orbax: large and sharded arrays, by its version 1 free functions.
+
+Orbax lays out, writes and reshards; what counts as a checkpoint, and when, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from styrax.checkpoint.errors import CheckpointError
+
+# Names that Orbax may treat in its own way, or that its own files have, get a dash in front.
+_PLAIN = re.compile(r"(?!(metrics|state|pytree|default|descriptor)$)[a-z][a-z0-9_]*")
+_LEAST_IN_FLIGHT = 512 * 2**20
+
+
+class Writing:
+    """A write that Orbax has begun.
+
+    Args:
+        directory: Where Orbax makes its checkpoint; must not exist.
+        items: Item -> flat dictionary of arrays, which must not change until `wait` returns. Arrays on
+            accelerators are copied to the host before this returns.
+        timeout: Seconds that the write may take.
+    """
+
+    def __init__(self, directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: int) -> None:
+        self._timeout = timeout
+        context = _context(timeout)
+        with context:
+            self._response = ocp.save_checkpointables_async(
+                str(directory), {item_name(name): dict(arrays) for name, arrays in items.items()}
+            )
+
+    def wait(self) -> None:
+        """Return when everything is written, by all processes; raise what Orbax raised."""
+        try:
+            self._response.result(timeout=self._timeout)
+        except TimeoutError as error:
+            raise CheckpointError(f"Orbax did not finish within {self._timeout} s (timeout)") from error
+
+
+def read(directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: int) -> dict[str, dict[str, Any]]:
+    """Read some arrays of some items.
+
+    Args:
+        directory: Orbax's checkpoint.
+        items: Item -> name -> what to read it as: a `jax.ShapeDtypeStruct` with a sharding gives a `jax.Array`,
+            `numpy_like` a numpy array.
+        timeout: Seconds for Orbax's own waits.
+    """
+    wanted = {item_name(name): dict(arrays) for name, arrays in items.items()}
+    leaves = [leaf for arrays in wanted.values() for leaf in arrays.values()]
+    largest = max((leaf.dtype.itemsize * _size(leaf.shape) for leaf in leaves), default=0)
+    context = _context(timeout)
+    # Bounded reads are both leaner and faster than all at once; one array must fit.
+    context.memory_options.read_concurrent_bytes = max(_LEAST_IN_FLIGHT, 2 * largest)
+    with context:
+        found = ocp.load_checkpointables(str(directory), wanted)
+    missing = [
+        f"{name}: {leaf}"
+        for name, arrays in wanted.items()
+        for leaf, like in arrays.items()
+        # Orbax has been seen to hand back the description of an array that it did not find.
+        if (got := found[name].get(leaf)) is like or not isinstance(got, (jax.Array, np.ndarray))
+    ]
+    if missing:
+        raise CheckpointError(f"Orbax did not find these arrays in {directory}: {', '.join(missing)}")
+    return {name: dict(found[item_name(name)]) for name in items}
+
+
+def numpy_like(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Describe an array to be read as numpy, without the memory for it."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def item_name(name: str) -> str:
+    """Give the name under which Orbax holds an item."""
+    return name if _PLAIN.fullmatch(name) else f"-{name}"
+
+
+def _context(timeout: int) -> Any:
+    context = ocp.Context()
+    context.array_options.saving.use_compression = False
+    context.array_options.saving.enable_write_sharding_file = False
+    context.memory_options.deepcopy_host_arrays = False  # what we hand over is our own copy
+    context.async_options.timeout_secs = timeout
+    return context
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dimension in shape:
+        size *= dimension
+    return size

@@ -1,0 +1,123 @@
+"""Saves that go on in the background, and what becomes of them when the program ends: written, or loud.
+
+A save runs in a thread that the interpreter waits for. That alone is too late for Orbax, which needs to start
+threads of its own; so a save is also waited for as the very first step of the interpreter's shutdown (where
+Python has such a hook), and Orbax's part is not left running in the background on versions where nothing
+helps (`THREADS_OUTLIVE_MAIN`). If a save failed and nobody was told, its step is named on stderr and the
+exit code is not 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401  its own shutdown hook must be there before ours, to run after it
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+# From CPython 3.12.0 to 3.12.1 no thread can start once the main thread has ended, hook or not.
+THREADS_OUTLIVE_MAIN = hasattr(threading, "_register_atexit") and not (3, 12, 0) <= sys.version_info < (3, 12, 2)
+
+
+class Save:
+    """One save in the background.
+
+    Args:
+        step: The step.
+        directory: The folder of the checkpoints.
+        work: Writes it.
+
+    Attributes:
+        error: What `work` raised, until `result` has raised it.
+    """
+
+    def __init__(self, step: int, directory: Path, work: Callable[[], None]) -> None:
+        self.step, self.directory = step, directory
+        self.error: Exception | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=False)
+        _watch()
+        _unfinished.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            _unfinished.discard(self)
+            raise
+
+    def result(self) -> None:
+        """Wait, then raise what went wrong, once."""
+        self._thread.join()
+        _unfinished.discard(self)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def join(self) -> None:
+        """Wait, and raise nothing."""
+        self._thread.join()
+
+    @property
+    def running(self) -> bool:
+        """Whether it is still being written."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self.error = error
+        else:
+            _unfinished.discard(self)
+        finally:
+            self._work = _nothing  # frees the copied arrays
+
+
+def _nothing() -> None:
+    pass
+
+
+# The interpreter ends once for all stores, so this is the process's and not a store's.
+_unfinished: set[Save] = set()
+_watching: list[int] = []
+
+
+def _watch() -> None:
+    if os.getpid() in _watching:
+        return
+    _watching[:] = [os.getpid()]
+    _unfinished.clear()  # after a fork these are the parent's
+    atexit.register(_report)
+    hook = getattr(threading, "_register_atexit", None)
+    if hook is not None:
+        hook(_drain)
+
+
+def _drain() -> None:
+    if os.getpid() in _watching:
+        for save in list(_unfinished):
+            save.join()
+
+
+def _report() -> None:
+    if os.getpid() not in _watching:
+        return
+    code = 1
+    try:
+        _drain()
+    except KeyboardInterrupt:
+        code = 130
+    lost = [save for save in _unfinished if save.running or save.error is not None]
+    if not lost:
+        return
+    for save in lost:
+        reason = save.error or f"interrupted while it was written to {save.directory}"
+        print(f"error: the checkpoint of step {save.step} is lost: {reason}", file=sys.stderr)
+    # Nothing else can change the exit code here, and a lost checkpoint must not look like success.
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
