@@ -1,0 +1,102 @@
+"""What every test of the workspace shares: JAX's environment, and Markdown pages whose examples are run.
+
+`tools/isolate.py` copies this file beside the tests of one package, so it imports nothing of the workspace.
+"""
+
+import contextlib
+import doctest
+import os
+import re
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def set_environment() -> None:
+    """Set the variables that JAX reads when it starts; what is set already stays.
+
+    Eight devices on the host let one process test a mesh. Compiled programs are kept between runs, however
+    small, because the stages of CI compile the same ones. The cores are divided among the xdist workers, two
+    threads each at least: with one, a host callback that waits for a device computation would never return.
+    """
+    variables = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parent / ".jax_cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        threads = str(max(2, (os.cpu_count() or 2) // int(workers)))
+        variables |= {"NPROC": threads, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+
+set_environment()
+
+# A first call compiles, which no deadline allows for; and what CI finds should be found again.
+hypothesis.settings.register_profile("styrax", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("styrax")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect the pages that have Python examples."""
+    if file_path.suffix == ".md" and FENCE.search(file_path.read_text(encoding="utf-8")):
+        return Page.from_parent(parent, path=file_path)
+    return None
+
+
+class Page(pytest.File):
+    """A Markdown page."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """Yield one test: the examples of a page share their names, so they run together and in order."""
+        yield Examples.from_parent(self, name="examples")
+
+
+class Examples(pytest.Item):
+    """All fenced `python` blocks of one page, run as one module in an empty folder."""
+
+    def runtest(self) -> None:
+        """Run each block; one that holds `>>>` prompts is compared with the output it shows."""
+        text = self.path.read_text(encoding="utf-8")
+        module = types.ModuleType("page")
+        sys.modules["page"] = module  # dataclasses look up their annotations there
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            for match in FENCE.finditer(text):
+                line, source = text.count("\n", 0, match.start(1)), match[1]
+                if re.search(r"^>>> ", source, re.MULTILINE):
+                    self._compare(source, module, line)
+                else:
+                    exec(compile("\n" * line + source, str(self.path), "exec"), module.__dict__)
+
+    def _compare(self, source: str, module: types.ModuleType, line: int) -> None:
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        test = doctest.DocTestParser().get_doctest(source, module.__dict__, self.name, str(self.path), line)
+        doctest.DebugRunner(optionflags=flags, verbose=False).run(test, clear_globs=False)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:
+        """Show the page's own lines; for a comparison, what was expected and what was got."""
+        failure = excinfo.value
+        if isinstance(failure, doctest.DocTestFailure):
+            line = failure.test.lineno + failure.example.lineno + 1
+            source, want = failure.example.source, failure.example.want
+            return f"{self.path}:{line}: {source}expected:\n{want}got:\n{failure.got}"
+        if isinstance(failure, doctest.UnexpectedException):
+            excinfo = pytest.ExceptionInfo.from_exc_info(failure.exc_info)
+        excinfo.traceback = excinfo.traceback.cut(path=self.path)
+        return str(excinfo.getrepr(style="short"))
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Name the page in reports."""
+        return self.path, 0, f"{self.path.name}: examples"
