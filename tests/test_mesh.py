@@ -1,5 +1,7 @@
 """Any mesh trains as one device does."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from styrax.optim import AdamW
 from styrax.train import fit
 from styrax.train.shardings import batch_sharding
 
-MODEL = DecoderConfig(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, dropout=0.1)
-STEPS = 4
+MODEL = DecoderConfig(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, dropout=0.1, scan="on")
+STEPS = 3
 
 
 class Curve:
@@ -37,8 +39,6 @@ def train(data, mesh, accumulate=1, model=MODEL):
     def build(rngs):
         return model.build(vocab_size=data.vocab_size, rngs=rngs, policy=Policy.parse("f32"))
 
-    from flax import nnx
-
     tx = AdamW(learning_rate=1e-2).build(
         nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: build(nnx.Rngs(0))))), steps=STEPS
     )
@@ -57,9 +57,7 @@ def alone(data):
     return train(data, None)
 
 
-@pytest.mark.parametrize(
-    "axes", [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": -1}], ids=str
-)
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": -1}], ids=str)
 def test_a_mesh_equals_one_device(data, alone, axes):
     mesh = MeshConfig(axes=axes).build()
     result, curve = train(data, mesh)
@@ -76,9 +74,8 @@ def test_a_mesh_equals_one_device(data, alone, axes):
 
 
 def test_accumulation_on_a_mesh_equals_one_device(data):
-    model = DecoderConfig(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32)
+    model = dataclasses.replace(MODEL, dropout=0.0, num_layers=1)
     mesh = MeshConfig(axes={"data": 2, "fsdp": 2}).build(jax.devices()[:4])
     wanted = train(data, None, model=model)[1]
-    for got in (train(data, mesh, accumulate=2, model=model)[1], train(data, None, accumulate=4, model=model)[1]):
-        for a, b in zip(got, wanted):
-            np.testing.assert_allclose([a["loss"], a["grad_norm"]], [b["loss"], b["grad_norm"]], rtol=2e-4)
+    for a, b in zip(train(data, mesh, accumulate=2, model=model)[1], wanted):
+        np.testing.assert_allclose([a["loss"], a["grad_norm"]], [b["loss"], b["grad_norm"]], rtol=2e-4)

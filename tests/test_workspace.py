@@ -37,7 +37,7 @@ dependencies = {dependencies}
 module-name = {f'"{module}"' if module else []}
 """
     write(folder / "pyproject.toml", pyproject)
-    write(folder / "README.md", f"# {name}\n")
+    write(folder / "README.md", f"# {name}\n\n```python\n1 + 1\n```\n")
     write(folder / "CHANGELOG.md", "## 0.3.1 (unreleased)\n")
     (folder / "LICENSE").symlink_to("../../LICENSE")
     if module:
@@ -149,6 +149,7 @@ BREAKAGES: dict[Check, list[tuple[Change, str]]] = {
         (delete("packages/toys/LICENSE"), "toys/LICENSE: must be a link to ../../LICENSE"),
         (delete("packages/toys/README.md"), "toys/README.md: must begin with '# styrax-toys'"),
         (create("packages/toys/README.md", "# Toys\n"), "toys/README.md: must begin with '# styrax-toys'"),
+        (create("packages/toys/README.md", "# styrax-toys\n"), "toys/README.md: has no python block"),
         (replace("packages/toys/CHANGELOG.md", "0.3.1", "0.3.0"), "has no heading '## 0.3.1 (unreleased"),
         (delete(f"{TOYS}/py.typed"), "toys/py.typed: is missing"),
         (delete("packages/toys/tests/test_toys.py"), "toys/tests: has no test_*.py"),

@@ -90,7 +90,7 @@ def _show(checkpoint: Path, as_json: bool) -> int:
         if item.kind == "json":
             print(f"{name}: JSON, {sized(manifest.files[str(item.file)].size)}")
             continue
-        print(f"{name}: {len(item.leaves)} leaves, {sized(item.nbytes)}")
+        print(f"{name}: {len(item.leaves)} {'leaf' if len(item.leaves) == 1 else 'leaves'}, {sized(item.nbytes)}")
         width = max((len(leaf.path) for leaf in item.leaves), default=0)
         for leaf in item.leaves:
             what = leaf.dtype + (f"{list(leaf.shape)}" if leaf.kind != "python" else f" {leaf.value}")

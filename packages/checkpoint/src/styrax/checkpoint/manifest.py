@@ -125,6 +125,16 @@ def step_name(step: int) -> str:
     return f"{step:08d}"
 
 
+def leaf_name(item: str, path: str) -> str:
+    """Name a leaf for people.
+
+    Example:
+        >>> leaf_name("params", "layers/0"), leaf_name("rng", "")
+        ('params/layers/0', 'rng')
+    """
+    return f"{item}/{path}" if path else item
+
+
 def list_steps(directory: str | Path) -> list[int]:
     """List the steps with a complete checkpoint in a folder, in order; what has no manifest is not one."""
     try:

@@ -15,7 +15,7 @@ import numpy as np
 
 from styrax.checkpoint import structure
 from styrax.checkpoint.errors import CheckpointError
-from styrax.checkpoint.manifest import ARRAYS, LEAVES, File, Item, Leaf, Manifest
+from styrax.checkpoint.manifest import ARRAYS, LEAVES, File, Item, Leaf, Manifest, leaf_name
 from styrax.checkpoint.snapshot import is_json, orbax_name
 from styrax.core import nearest, tree
 
@@ -136,13 +136,13 @@ def _fit(name: str, item: Item, like: Any, problems: list[str]) -> list[tuple[Le
     for path, value in asked.items():
         want = _want(value)
         if path not in saved:
-            problems.append(f"{name}/{path}: missing from the checkpoint{nearest(path, extra)}")
+            problems.append(f"{leaf_name(name, path)}: missing from the checkpoint{nearest(path, extra)}")
         elif want is None:
-            problems.append(f"{name}/{path}: {type(value).__name__} does not say what to restore it as")
+            problems.append(f"{leaf_name(name, path)}: {type(value).__name__} does not say what to restore it as")
         else:
-            problems += [f"{name}/{path}: {text}" for text in _differences(saved[path], want)]
+            problems += [f"{leaf_name(name, path)}: {text}" for text in _differences(saved[path], want)]
             pairs.append((saved[path], want))
-    problems += [f"{name}/{path}: in the checkpoint, not asked for" for path in extra]
+    problems += [f"{leaf_name(name, path)}: in the checkpoint, not asked for" for path in extra]
     return pairs
 
 
@@ -207,7 +207,7 @@ def _packed(checkpoint: Path, name: str, leaves: tuple[tuple[Leaf, Wanted], ...]
                 handle = handle or stack.enter_context(file.open("rb"))
                 handle.seek(leaf.offset or 0)
                 if handle.readinto(data.data) != leaf.nbytes or zlib.crc32(data.data) != leaf.crc32:
-                    bad.append(f"{name}/{leaf.path}")
+                    bad.append(leaf_name(name, leaf.path))
             found[leaf.path] = data.view(np.dtype(leaf.dtype)).reshape(leaf.shape)
     if bad:
         raise CheckpointError(f"{file} is damaged, these leaves are not what was saved: {', '.join(bad)}")

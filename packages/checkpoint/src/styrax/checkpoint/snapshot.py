@@ -17,7 +17,7 @@ import numpy as np
 
 from styrax.checkpoint import structure
 from styrax.checkpoint.errors import CheckpointError
-from styrax.checkpoint.manifest import Item, Leaf
+from styrax.checkpoint.manifest import Item, Leaf, leaf_name
 from styrax.core import tree
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -93,7 +93,7 @@ def take(items: Mapping[str, Any], *, pack_below: int) -> Snapshot:
         for path, leaf in leaves.items():
             problem = _problem(leaf)
             if problem:
-                problems.append(f"{name}/{path}: {problem}")
+                problems.append(f"{leaf_name(name, path)}: {problem}")
                 continue
             record, data = _record(path, leaf, pack_below, end)
             if record.where == "packed":

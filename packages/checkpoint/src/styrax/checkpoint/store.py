@@ -81,6 +81,8 @@ class Store:
                 commit.sweep(self.directory)
             except (OSError, CheckpointError) as raised:
                 error = explain(raised, self.directory, "checkpoints cannot be kept")
+                if self._lock is not None:
+                    self._lock.release()
         processes.agree(error)
 
     def save(self, step: int, items: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from styrax.checkpoint.commit import checksum
 from styrax.checkpoint.errors import CheckpointError
-from styrax.checkpoint.manifest import ARRAYS, LEAVES, Manifest, read_manifest
+from styrax.checkpoint.manifest import ARRAYS, LEAVES, Manifest, leaf_name, read_manifest
 
 Stamp = tuple[int, int, int]
 
@@ -93,7 +93,7 @@ def _part(path: Path, name: str, manifest: Manifest) -> str:
         if owner is None:
             return " (all arrays in Orbax)"
         leaves = [leaf.path for leaf in manifest.items[owner].leaves if leaf.where == "orbax"]
-        one = f"leaf {owner}/{leaves[0]}" if len(leaves) == 1 else f"item {owner}, {len(leaves)} arrays"
+        one = f"leaf {leaf_name(owner, leaves[0])}" if len(leaves) == 1 else f"item {owner}, {len(leaves)} arrays"
         return f" ({one})"
     return next((f" (item {item})" for item, value in manifest.items.items() if value.file == name), "")
 
@@ -104,7 +104,7 @@ def _bad_leaves(path: Path, manifest: Manifest) -> list[str]:
     except OSError:
         data = b""
     return [
-        f"{name}/{leaf.path}"
+        leaf_name(name, leaf.path)
         for name, item in manifest.items.items()
         for leaf in item.leaves
         if leaf.where == "packed"

@@ -34,7 +34,7 @@ class DecoderConfig:
         norm_eps: Added to the mean square in every RMSNorm.
         dropout: Probability of dropping an element of the embedding and of each residual branch, below 1.
         remat: Recompute each block in the backward pass ("block") or keep its activations ("none");
-            "auto" recomputes, except in wide models on a CPU.
+            "auto" recomputes, except on a CPU.
         scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU.
             Parameters and results are the same.
         max_len: Longest context, in tokens, that generation looks back on.

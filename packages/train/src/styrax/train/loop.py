@@ -139,8 +139,6 @@ def fit(
         if truncate := getattr(tracker, "truncate", None):
             truncate(start)
         _tell(hooks, "on_start", start, steps, latest is not None)
-        if mesh is not None:
-            stack.enter_context(mesh)
 
         stream = iter(data)
         place = _placer(mesh, rules)
