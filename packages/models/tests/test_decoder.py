@@ -26,7 +26,7 @@ class Compiled:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"scan": "off"}, {"scan": "on", "tied": False}, {"num_kv_heads": 1, "head_dim": 10, "num_layers": 1}],
+    [{"scan": "on", "tied": False}, {"num_kv_heads": 1, "head_dim": 10}],
 )
 def test_conforms(build, changes, run):
     model = build(**changes)
@@ -113,6 +113,15 @@ def test_a_token_outside_the_vocabulary_makes_its_row_nan(build, token, run):
     assert jnp.isfinite(logits[1]).all()
 
 
+def test_what_stands_at_padding_reaches_nobody(build):
+    ids = jnp.array([[1, 1, 0, 0]])
+    run = jax.jit(lambda model, tokens: model(tokens, segment_ids=ids))
+    wanted = run(build(), jnp.array([[3, 4, 5, 6]]))
+    got = run(build(), jnp.array([[3, 4, -100, 999]]))
+    assert (got[:, :2] == wanted[:, :2]).all()
+    assert jnp.isfinite(got).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
@@ -141,39 +150,30 @@ def test_state_is_parameters_only(build):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.as_pure(params)))
 
 
-def test_initial_values(run):
+def test_initialises_eagerly_abstractly_and_compiled_into_shards(run):
     config = DecoderConfig(num_layers=8, embed_dim=64, num_heads=4, tied=False)
+
+    def init(key):
+        model = config.build(vocab_size=500, rngs=nnx.Rngs(params=key))
+        return nnx.as_pure(nnx.split(model, nnx.Param, ...)[1])
+
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    devices = MeshConfig(axes={"fsdp": -1, "tensor": 1}).build(jax.devices()[:1])
+    shardings = mesh.shardings(abstract, config.logical_axes(), DEFAULT_RULES, devices)
+    compiled = tree.flatten(jax.jit(init, out_shardings=shardings)(jax.random.key(0)))
     model = config.build(vocab_size=500, rngs=nnx.Rngs(0))
+    assert tree.flatten(model).keys() == compiled.keys() == tree.flatten(abstract).keys()
     for path, leaf in tree.flatten(model).items():
+        assert compiled[path].shape == tree.flatten(abstract)[path].shape
         if path.endswith("scale"):
             assert (leaf == 1).all()
         else:
             residual = "/o/" in path or "/down/" in path
             np.testing.assert_allclose(leaf.std(), 0.02 / (4 if residual else 1), rtol=0.05, err_msg=path)
+            np.testing.assert_allclose(compiled[path].std(), leaf.std(), rtol=0.05, err_msg=path)
     kernel = model.layers.mlp.up.kernel[...]
     assert (kernel[0] != kernel[1]).any()
-    logits = run(model, np.zeros((1, 4), np.int32))
-    assert np.abs(logits).max() < 2
-
-
-def test_initialises_abstractly_and_compiled_into_shards():
-    config = DecoderConfig(num_layers=2, embed_dim=16, num_heads=2)
-
-    def init(key):
-        model = config.build(vocab_size=8, rngs=nnx.Rngs(params=key))
-        return nnx.as_pure(nnx.split(model, nnx.Param, ...)[1])
-
-    abstract = jax.eval_shape(init, jax.random.key(0))
-    shardings = mesh.shardings(
-        abstract,
-        config.logical_axes(),
-        DEFAULT_RULES,
-        MeshConfig(axes={"fsdp": -1, "tensor": 1}).build(jax.devices()[:1]),
-    )
-    compiled = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
-    for path, leaf in tree.flatten(init(jax.random.key(0))).items():
-        np.testing.assert_allclose(tree.flatten(compiled)[path], leaf, atol=1e-6)
-        assert tree.flatten(abstract)[path].shape == leaf.shape
+    assert np.abs(run(model, np.zeros((1, 4), np.int32))).max() < 2
 
 
 SHARDED = """
@@ -202,7 +202,6 @@ got, grad = jax.jit(jax.value_and_grad(loss))(params, jax.device_put(tokens, row
 single, expected = jax.jit(jax.value_and_grad(loss))(jax.device_get(params), tokens)
 np.testing.assert_allclose(got, single, rtol=1e-5)
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grad, expected)
-assert len(list(nnx.merge(graphdef, params).generate([1, 2], max_tokens=2))) == 2
 """
 
 
@@ -223,8 +222,9 @@ from flax import nnx
 from styrax.core import tree
 from styrax.models import DecoderConfig
 
-assert not nnx.graphlib.graph_mode() if hasattr(nnx.graphlib, "graph_mode") else True
-model = DecoderConfig(num_layers=2, embed_dim=16, num_heads=2, dropout=0.1).build(vocab_size=8, rngs=nnx.Rngs(0))
+config = DecoderConfig(num_layers=2, embed_dim=16, num_heads=2, dropout=0.1)
+model = nnx.eval_shape(lambda: config.build(vocab_size=8, rngs=nnx.Rngs(0)))
+model = tree.map_with_path(lambda path, leaf: np.full(leaf.shape, 0.1, "float32"), model)
 graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 tokens = np.zeros((1, 4), int)
 
@@ -233,7 +233,7 @@ def loss(params, key):
 
 grads = jax.jit(jax.grad(loss))(nnx.as_pure(params), jax.random.key(0))
 assert all(np.isfinite(leaf).all() for leaf in tree.flatten(grads).values())
-assert len(list(model.generate([1], max_tokens=2))) == 2
+assert len(list(model.generate([1], max_tokens=1))) == 1
 """
 
 

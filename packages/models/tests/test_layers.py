@@ -155,7 +155,8 @@ def test_a_row_with_nothing_to_see_is_zero_with_finite_gradients():
 
 def test_nan_in_padding_goes_nowhere():
     query, key, value = heads(1, 4, 2, 8), heads(1, 2, 4, 8, seed=1), heads(1, 2, 4, 8, seed=2)
-    mask = document_mask(4, jnp.array([[1, 1, 1, 0]]))
+    ids = jnp.array([[1, 1, 1, 0]])
+    mask = document_mask(4, ids)._replace(keys=ids != 0)
     bad = [jnp.where(jnp.arange(4)[:, None] == 3, jnp.nan, a) for a in (key, value)]
     assert (attend(query, *bad, mask) == attend(query, key, value, mask)).all()
     grads = jax.grad(lambda *a: attend(*a, mask).sum(), (0, 1, 2))(query, *bad)
@@ -170,6 +171,30 @@ def test_bfloat16_scores_are_summed_in_float32():
     np.testing.assert_allclose(got, exact, atol=0.02)
     grad = jax.grad(lambda q: attend(q, key, value, document_mask(9)).astype("float32").sum())(query)
     assert grad.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("seq", [64, 130, 520])
+def test_blocks_of_queries_give_what_the_whole_gives(seq, monkeypatch):
+    query = heads(1, seq, 2, 4)
+    key, value = heads(1, 1, seq, 4, seed=1), heads(1, 1, seq, 4, seed=2)
+    mask = document_mask(seq, jnp.asarray(np.arange(seq)[None] // 50 + 1))
+
+    def value_and_grads(causal):
+        def loss(query, key, value):
+            return (attend(query, key, value, mask, causal=causal) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+    assert on_cpu()
+    text = value_and_grads(causal=True).lower(query, key, value).as_text()
+    assert (f"x{seq}x{seq}xf32" in text) == (seq <= 64)
+    got, got_grads = value_and_grads(causal=True)(query, key, value)
+    expected, grads = value_and_grads(causal=False)(query, key, value)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    for one, other in zip(got_grads, grads, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert f"x{seq}x{seq}xf32" in value_and_grads(causal=True).lower(query, key, value).as_text()
 
 
 def test_any_mask_is_allowed():

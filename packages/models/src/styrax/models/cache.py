@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from styrax.core import UserError
 from styrax.models.layers.attention import Mask
@@ -63,7 +64,7 @@ class KVCache:
         return jnp.where(real, index, -1)
 
     def _check_room(self, seq: int, real: Array, *, padded: bool) -> None:
-        known = not isinstance(self.lengths, jax.core.Tracer) and not isinstance(real, jax.core.Tracer)
+        known = not isinstance(self.lengths, Tracer) and not isinstance(real, Tracer)
         used = np.asarray(self.lengths) if known else np.zeros(1, int)
         new = np.asarray(real).sum(1) if known else np.asarray(0 if padded else seq)
         if (used + new).max() > self.capacity:

@@ -187,6 +187,8 @@ class Decoder(nnx.Module):
             return block(*carry, scope=scope, layer=layer, key=key)
 
         x = self.embed(tokens)
+        if segment_ids is not None:  # whatever stands at padding, even an id that is none, reaches nobody
+            x = jnp.where((segment_ids != 0)[..., None], x, 0)
         embed_key = None if key is None else jax.random.fold_in(key, self.config.num_layers)
         x = rows(dropout(x, self.config.dropout, embed_key))
         remat = cache is None and self._remat()
@@ -250,7 +252,7 @@ class Decoder(nnx.Module):
     def _remat(self) -> bool:
         if self.config.remat != "auto":
             return self.config.remat == "block"
-        # A CPU has memory enough for what fits its arithmetic, and a product costs it more than a read.
+        # On a CPU, time runs out before memory does, and recomputing takes a fifth of a step.
         return not on_cpu()
 
 

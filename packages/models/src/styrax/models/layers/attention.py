@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from styrax.models.layers.fence import fence
+from styrax.models.layers.fence import fence, on_cpu
 from styrax.models.layers.linear import Linear
 from styrax.models.layers.rope import Rotation, rotate
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from styrax.core import Policy
     from styrax.models.cache import KVCache
+
+
+_SMALLEST_BLOCK = 64
+_MOST_BLOCKS = 8
 
 
 class Mask(NamedTuple):
@@ -64,7 +68,7 @@ def document_mask(seq: int, segment_ids: Int[Array, "batch seq"] | None = None) 
         return Mask(causal)
     real = segment_ids != 0
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return Mask(causal & same & real[:, :, None], real, real)
+    return Mask(causal & same & real[:, :, None], real)
 
 
 def attend(
@@ -72,11 +76,16 @@ def attend(
     key: Float[Array, "batch kv_heads keys head_dim"],
     value: Float[Array, "batch kv_heads keys head_dim"],
     mask: Mask,
+    *,
+    causal: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
     r"""$\mathrm{softmax}(q k^\top / \sqrt{d})\, v$ over the allowed keys, the softmax in float32.
 
     Query head $h$ uses key and value head $\lfloor h K / H \rfloor$. Keys and values are head-major, as a
     cache keeps them. A padding query gives 0; a key that is not to be read may hold NaN.
+
+    On a CPU a causal product is made in blocks of queries, each with the keys up to its end: that leaves out
+    nearly half of the work, and the scores of a block stay in the cache.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), equation 1; Ainslie et al., "GQA" (2023).
 
@@ -85,6 +94,7 @@ def attend(
         key: $k$, with $K$ heads, a divisor of the $H$ query heads.
         value: $v$.
         mask: The allowed pairs.
+        causal: Promises that query $t$ is allowed keys up to the $t$-th only.
 
     Returns:
         In the dtype of `value`.
@@ -99,13 +109,30 @@ def attend(
     if mask.keys is not None:
         readable = mask.keys[:, None, :, None]
         key, value = jnp.where(readable, key, 0), jnp.where(readable, value, 0)
+    size = max(_SMALLEST_BLOCK, -(-seq // _MOST_BLOCKS)) if causal and on_cpu() else seq
+    parts = []
+    for start in range(0, seq, size):
+        stop = min(start + size, seq)
+        keys = slice(stop if causal else None)
+        allowed = mask.allowed[:, start:stop, keys]
+        parts.append(_attend(query[:, start:stop], key[:, :, keys], value[:, :, keys], allowed))
+    out = jnp.concatenate(parts, axis=1).reshape(batch, seq, heads, dim)
+    return out if mask.queries is None else jnp.where(mask.queries[:, :, None, None], out, 0)
+
+
+def _attend(
+    query: Float[Array, "batch seq kv_heads group head_dim"],
+    key: Float[Array, "batch kv_heads keys head_dim"],
+    value: Float[Array, "batch kv_heads keys head_dim"],
+    allowed: Bool[Array, "batch seq keys"],
+) -> Float[Array, "batch seq kv_heads group head_dim"]:
     # Float32 sums of bfloat16 products; without the preset, the backward products would be float32 ones.
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if query.dtype == jnp.bfloat16 else None
     scores = jnp.einsum("btkgd,bksd->bkgts", query, key, precision=precision, preferred_element_type="float32")
-    scores = jnp.where(mask.allowed[:, None, None], scores * dim**-0.5, jnp.finfo("float32").min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    out = jnp.einsum("bkgts,bksd->btkgd", weights, value).reshape(batch, seq, heads, dim)
-    return out if mask.queries is None else jnp.where(mask.queries[:, :, None, None], out, 0)
+    scaled = scores * query.shape[-1] ** -0.5
+    scaled = jnp.where(allowed[:, None, None], scaled, jnp.finfo("float32").min)
+    weights = jax.nn.softmax(scaled, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgts,bksd->btkgd", weights, value)
 
 
 class Attention(nnx.Module):
@@ -162,5 +189,5 @@ class Attention(nnx.Module):
         else:
             cache = cache.write(layer, scope.slots, key, value)
             keys, values = cache.keys[layer], cache.values[layer]
-        out = attend(query, keys, values, scope.mask)
+        out = attend(query, keys, values, scope.mask, causal=cache is None)
         return self.o(fence(out.reshape(*x.shape[:-1], -1))), cache
