@@ -31,7 +31,7 @@ from styrax.train.hooks import Hook
 from styrax.train.step import split_model
 
 SHAPES = {  # layers, width, heads, key-value heads, sequence, batch, vocabulary
-    "quickstart": (4, 256, 4, 2, 128, 12, 2048),
+    "quickstart": (4, 192, 3, 3, 128, 8, 512),
     "small": (4, 128, 4, 4, 64, 12, 256),
     "wide": (6, 384, 6, 6, 256, 8, 4096),
 }
