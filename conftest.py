@@ -50,10 +50,8 @@ hypothesis.settings.load_profile("styrax")
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect the pages that have Python examples."""
-    if file_path.suffix == ".md" and FENCE.search(file_path.read_text(encoding="utf-8")):
-        return Page.from_parent(parent, path=file_path)
-    return None
+    """Collect the pages."""
+    return Page.from_parent(parent, path=file_path) if file_path.suffix == ".md" else None
 
 
 class Page(pytest.File):
@@ -61,7 +59,8 @@ class Page(pytest.File):
 
     def collect(self) -> Iterator[pytest.Item]:
         """Yield one test: the examples of a page share their names, so they run together and in order."""
-        yield Examples.from_parent(self, name="examples")
+        if FENCE.search(self.path.read_text(encoding="utf-8")):
+            yield Examples.from_parent(self, name="examples")
 
 
 class Examples(pytest.Item):

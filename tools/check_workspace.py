@@ -183,8 +183,11 @@ def package_files(workspace: Workspace) -> Iterator[str]:
         if not licence.is_symlink() or licence.readlink() != Path("../../LICENSE"):
             yield f"{where}/LICENSE: must be a link to ../../LICENSE"
         readme = folder / "README.md"
-        if not readme.is_file() or not readme.read_text(encoding="utf-8").startswith(f"# {package.name}\n"):
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+        if not text.startswith(f"# {package.name}\n"):
             yield f"{where}/README.md: must begin with '# {package.name}'"
+        if package.module and "\n```python\n" not in text:
+            yield f"{where}/README.md: has no python block, the example that is tested with only this package"
         changelog = folder / "CHANGELOG.md"
         text = changelog.read_text(encoding="utf-8") if changelog.is_file() else ""
         if not re.search(rf"^## {re.escape(str(package.version))} \(.+\)$", text, re.MULTILINE):
