@@ -74,6 +74,7 @@ def compare(name: str, rounds: int) -> None:
         )
         forms[label] = [step, weights, plain_jax.adam_init(weights), []]
     times: list[float] = []
+    report, loss = {"loss": jax.numpy.nan}, jax.numpy.nan
     for _ in range(rounds + 2):  # the first two compile and warm up
         begin = time.perf_counter()
         state, report = ours(state, batch)

@@ -27,7 +27,7 @@ from styrax.train.snapshot import newest, restore, save
 from styrax.train.step import Loss, Metrics, TrainState, check_batch, init_state, make_step, split_model
 
 if TYPE_CHECKING:
-    from styrax.core.protocols import Checkpointer, DataIterator, Tracker
+    from styrax.core.protocols import Checkpointer, Tracker
 
 MAX_BAD_STEPS = 10
 """A run stops after this many skipped steps in a row: it would only burn time."""
@@ -62,7 +62,7 @@ class FitResult:
 def fit(
     model: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: optax.GradientTransformation,
-    data: DataIterator,
+    data: Iterable[Mapping[str, Any]],
     loss: Loss = next_token_loss,
     *,
     steps: int,
