@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAMS = Path(__file__).parents[1] / "tools" / "benchmarks"
 
 
+@pytest.mark.slow
 def test_train_overhead_runs():
     done = subprocess.run(
         [sys.executable, PROGRAMS / "train_overhead.py", "--rounds", "3", "--host-steps", "20", "--shape", "small"],

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from styrax.core import MeshConfig, Policy
 from styrax.data import ByteTokenizer, LMData, write_store

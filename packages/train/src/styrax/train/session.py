@@ -25,7 +25,8 @@ from styrax.train.display import Display, EventLog
 from styrax.train.loop import FitResult, count_parameters, fit
 from styrax.train.report import rows, write_report
 from styrax.train.rundir import RunDir, versions, write_atomic
-from styrax.train.shardings import batch_sharding
+from styrax.train.shardings import batch_sharding, batch_shards
+from styrax.train.step import check_batch
 
 
 class Outcome(NamedTuple):
@@ -82,6 +83,7 @@ def train(resolved: Resolved, folder: RunDir, *, quiet: bool = False) -> Outcome
         keep_freed_memory()
         dataset = make_dataset(resolved, progress=None if quiet else progress_bar(console))
         parts = compose(resolved, dataset)
+        check_batch(dataset.batch(0), config.accumulate, 1 if parts.mesh is None else batch_shards(parts.mesh))
         with resolved.sections["checkpoint"].build(folder.checkpoints) as checkpointer:
             write_atomic(folder.config, resolved.to_toml())
             folder.record_versions()
