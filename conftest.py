@@ -37,6 +37,9 @@ def set_environment() -> None:
         variables |= {"NPROC": threads, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+    # Tests start dozens of interpreters, and compiling jax's and flax's source anew takes each of them five seconds.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()

@@ -84,6 +84,8 @@ def one(directory: str, end: str, fail: str = "", mb: int = 1, pack: bool = Fals
     if end == "interrupt":
         import signal
 
+        # A shell starts jobs in the background with it ignored, and they hand that on.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.kill(os.getpid(), signal.SIGINT)
 
 

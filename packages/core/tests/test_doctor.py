@@ -35,32 +35,19 @@ def test_a_driver_that_fails_gives_its_reason(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "specifiers", "expected"),
+    ("installed", "line", "fits"),
     [
-        ("0.10.2", ">=0.10.2", True),
-        ("0.10.1", ">=0.10.2", False),
-        ("0.12.0.1", "<=0.12.0", False),
-        ("0.10", "==0.10.0", True),
-        ("1.5", "==1.*", True),
-        ("2.0", "~=1.4", False),
-        ("1.9", "~=1.4", True),
-        ("1.4.9", "~=1.4.2", True),
-        ("1.5.0", "~=1.4.2", False),
-        ("1.5", "!=1.5", False),
-        ("0.2.8", ">=0.1,<0.2", False),
-        ("1.0", "", True),
-        ("0.10.2.dev1", ">=0.10.2", True),
+        ("0.10.3.dev20260101", "jax>=0.10.2", True),  # a nightly build of a newer version
+        ("0.10.2.dev1", "jax>=0.10.2", False),
+        ("0.10.1", 'jax>=0.10.2; sys_platform == "no such system"', True),
+        ("0.10.1", "jax[cuda13] (>=0.10.2,<0.11)", False),
+        ("a build of mine", "jax>=0.10.2", True),  # unknown is not a conflict
+        ("0.10.1", "jax >= = 0.10.2", True),
     ],
 )
-def test_version_ranges(version, specifiers, expected):
-    assert conflicts.satisfies(version, specifiers) is expected
-
-
-def test_ranges_agree_with_packaging():
-    specifiers = pytest.importorskip("packaging.specifiers")
-    for version in ("0.9", "0.10.2", "0.10.3", "0.12.0.1", "1.0", "1.2.3"):
-        for text in (">=0.10.2,<0.11", "~=0.10", "~=0.10.2", "==0.10.*", "!=1.0", "<1,>0.9", "<=0.12.0.1"):
-            assert conflicts.satisfies(version, text) == specifiers.SpecifierSet(text).contains(version)
+def test_requirements_as_they_are_written(installed, line, fits):
+    found = conflicts.conflicts({"styrax-core": "0.1", "jax": installed}, {"styrax-core": [line]})
+    assert bool(found) is not fits
 
 
 def test_conflicts():
@@ -70,6 +57,6 @@ def test_conflicts():
         "jax": ["jaxlib<=0.12.0,>=0.12.0"],
     }
     assert conflicts.conflicts(versions, requirements) == [
-        'jax 0.12.0 needs jaxlib<=0.12.0,>=0.12.0, but 0.10.2 is installed: pip install "jaxlib<=0.12.0,>=0.12.0"',
+        'jax 0.12.0 needs jaxlib>=0.12.0,<=0.12.0, but 0.10.2 is installed: pip install "jaxlib>=0.12.0,<=0.12.0"',
         "jax-cuda12-plugin 0.10.1 and jaxlib 0.10.2 differ: pip install jax-cuda12-plugin==0.10.2",
     ]

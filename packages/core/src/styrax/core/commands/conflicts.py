@@ -1,9 +1,13 @@
 """Which installed versions do not fit each other, by what each distribution declares."""
 
 import re
-import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 _UPSTREAM = (
     "jax",
@@ -24,7 +28,7 @@ def installed() -> dict[str, str]:
     """Give the versions of the styrax distributions, then of what they build on."""
     found = {}
     for distribution in distributions():
-        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        name = canonicalize_name(distribution.metadata["Name"] or "")
         if name == "styrax" or name.startswith("styrax-") or _ACCELERATORS.fullmatch(name):
             found.setdefault(name, distribution.version)
     for name in _UPSTREAM:
@@ -65,64 +69,30 @@ def conflicts(
     return found
 
 
-def satisfies(installed: str, specifiers: str) -> bool:
-    """Tell whether a version is in a range, by its release numbers.
-
-    Example:
-        >>> satisfies("0.10.2", ">=0.10,<0.11"), satisfies("1.2.3", "~=1.2"), satisfies("1.0", "!=1.0.*")
-        (True, True, False)
-    """
-    have = _release(installed)
-    for operator, text in re.findall(r"(===?|!=|~=|<=|>=|<|>)\s*([^,\s]+)", specifiers):
-        want = _release(text)
-        size = max(len(have), len(want))
-        left, right = (numbers + (0,) * (size - len(numbers)) for numbers in (have, want))
-        prefix = have[: len(want)] == want
-        equal = prefix if text.endswith(".*") else left == right
-        met = {
-            "==": equal,
-            "===": installed == text,
-            "!=": not equal,
-            "~=": left >= right and have[: len(want) - 1] == want[:-1],
-            "<=": left <= right,
-            ">=": left >= right,
-            "<": left < right,
-            ">": left > right,
-        }[operator]
-        if not met:
-            return False
-    return True
-
-
 def _unmet(name: str, own: str, line: str, versions: Mapping[str, str], whole: bool) -> list[str]:
-    requirement, _, marker = line.partition(";")
-    match = re.match(r"\s*([\w.-]+)\s*(?:\[[^]]*\])?\s*\(?([^)]*)\)?", requirement)
-    if match is None or not _applies(marker):
+    try:
+        requirement = Requirement(line)
+    except InvalidRequirement:
         return []
-    wanted = re.sub(r"[-_.]+", "-", match[1]).lower()
-    limits = match[2].strip()
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return []
+    wanted = canonicalize_name(requirement.name)
+    limits = requirement.specifier
+    text = f"{wanted}{_in_order(limits)}"
     have = versions.get(wanted)
     if have is None:
         try:
             have = version(wanted) if whole else None
         except PackageNotFoundError:
-            text = f'{name} {own} needs {wanted}{limits}, which is not installed: pip install "{wanted}{limits}"'
-            return [text]
-    if have is None or satisfies(have, limits):
+            return [f'{name} {own} needs {text}, which is not installed: pip install "{text}"']
+    try:
+        if have is None or limits.contains(Version(have), prereleases=True):
+            return []
+    except InvalidVersion:
         return []
-    text = f"{name} {own} needs {wanted}{limits}, but {have} is installed"
-    return [f'{text}: pip install "{wanted}{limits}"']
+    return [f'{name} {own} needs {text}, but {have} is installed: pip install "{text}"']
 
 
-def _applies(marker: str) -> bool:
-    """Tell whether a marker is sure to hold: only a range of Python versions can be told apart here."""
-    if not marker.strip():
-        return True
-    match = re.fullmatch(r"\s*python_version\s*([<>=!~]+)\s*['\"]([\d.]+)['\"]\s*", marker)
-    running = ".".join(map(str, sys.version_info[:2]))
-    return match is not None and satisfies(running, f"{match[1]}{match[2]}")
-
-
-def _release(text: str) -> tuple[int, ...]:
-    match = re.match(r"v?(?:\d+!)?(\d+(?:\.\d+)*)", text)
-    return tuple(int(number) for number in match[1].split(".")) if match else ()
+def _in_order(limits: SpecifierSet) -> str:
+    """Write a range, lower bounds first."""
+    return ",".join(sorted(map(str, limits), key=lambda limit: (not limit.startswith(">"), limit)))
