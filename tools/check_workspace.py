@@ -102,7 +102,8 @@ class Workspace:
         """Yield the text files that a commit could hold."""
         for folder in (".ci", ".github", "docs", "packages", "tests", "tools"):
             for path in sorted((self.root / folder).rglob("*")):
-                built = {"__pycache__", "_build", "dist"}.intersection(path.parts)
+                inside = path.relative_to(self.root / folder).parts
+                built = any(part.startswith(".") or part in ("__pycache__", "_build", "dist") for part in inside)
                 if path.is_file() and not path.is_symlink() and path.suffix in TEXT and not built:
                     yield path
         yield from (path for path in sorted(self.root.glob("*")) if path.is_file() and path.suffix in TEXT)

@@ -1,11 +1,12 @@
 import argparse
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from styrax.core import UsageError, UserError
-from styrax.data import LMData, TokenStore, command
+from styrax.data import ByteTokenizer, LMData, Mixture, TokenStore, command, write_store
 
 
 @pytest.fixture
@@ -95,14 +96,86 @@ def test_inspect_a_step(built, run):
 def test_stats(built, run):
     out, report = built
     stats = json.loads(run("stats", out, "--json", "--seq-len", 64, "--batch-size", 2, "--held-out", 0.1))
-    assert stats["documents"] == report["documents"]
+    source = stats["sources"]["data"]
+    assert source["documents"] == report["documents"] == sum(source["histogram"].values())
+    lengths = TokenStore(out).docs["tokens"]
+    for span, count in source["histogram"].items():
+        low, high = map(int, span.split("-"))
+        assert count == sum(low <= length <= high for length in lengths)
+    assert source["longer_than_a_row"] == sum(length > 64 for length in lengths)
+    assert source["duplicate_documents"] == 0
     data = LMData(out, seq_len=64, batch_size=2, held_out=0.1)
     one = LMData(out, seq_len=64, batch_size=1, held_out=0.1)
     masks = [one.batch(step)["loss_mask"] for step in range(one.num_rows)]
     assert stats["pad_fraction"] == pytest.approx(1 - np.mean(masks, dtype=np.float64))
     assert stats["rows_per_epoch"] == data.num_rows
     assert stats["held_out_batches"] == len(data.held_out())
-    assert "pad fraction" in run("stats", out)
+    shown = run("stats", out)
+    for part in ("pad fraction", "lengths", "█"):
+        assert part in shown
+
+
+def test_duplicates_are_counted(run, tmp_path):
+    store = write_store(tmp_path / "twice", {"a": "one", "b": "two", "c": "one"}, ByteTokenizer())
+    source = json.loads(run("stats", store.path, "--json"))["sources"]["data"]
+    assert (source["duplicate_documents"], source["duplicate_tokens"]) == (1, 4)
+
+
+def test_the_data_of_a_configuration(built, run, tmp_path):
+    out, _ = built
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f"""
+        train.seed = 5
+        [data]
+        kind = "mixture"
+        seq_len = 64
+        batch_size = 2
+        weights = {{ one = 1, two = 3 }}
+        sources.one.store = "{out}"
+        sources.two.store = "{out}"
+        [model]
+        whatever = 1
+        """
+    )
+    mixture = Mixture({"one": out, "two": out}, {"one": 1, "two": 3})
+    data = LMData(mixture, seq_len=64, batch_size=2, seed=5)
+    spans = json.loads(run("provenance", "--config", config, "--step", 3, "--row", 1, "--json"))
+    assert spans == [dataclasses.asdict(span) for span in data.provenance(3, 1)]
+    assert set(json.loads(run("stats", "--config", config, "--json"))["sources"]) == {"one", "two"}
+    assert "two: corpus/doc-" in run("inspect", "--config", config, "--step", 3)
+    assert run("inspect", "--config", config, "--source", "two", "--id", "corpus/doc-003").startswith("document 3:")
+    assert "corpus/doc-" in run("provenance", out, "--step", 0, "--row", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["stats"], "one of them"),
+        (["stats", "OUT", "--config", "x.toml"], "one of them"),
+        (["stats", "--config", "x.toml", "--seq-len", 3, "--seed", 1], "--seq-len, --seed: the configuration says"),
+        (["inspect", "OUT", "--row", 1], "give --step N too"),
+        (["inspect", "OUT", "--id", "corpus/doc-03"], "no document 'corpus/doc-03'"),
+        (["inspect", "OUT", "--source", "x"], "expected one of data"),
+        (["stats", "--config", "nowhere.toml"], "no file nowhere.toml"),
+    ],
+)
+def test_wrong_use_is_named(built, run, words, part):
+    out, _ = built
+    with pytest.raises(UserError, match=part):
+        run(*[out if word == "OUT" else word for word in words])
+
+
+def test_merge_and_diff(built, run, documents, tmp_path):
+    out, report = built
+    more = write_store(tmp_path / "more", {"new": "another"}, ByteTokenizer())
+    merged = json.loads(run("merge", out, more.path, "--out", tmp_path / "all", "--json"))
+    assert merged["documents"] == report["documents"] + 1
+    same = json.loads(run("diff", out, out, "--json"))
+    assert same["same"]
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args(["diff", str(out), str(tmp_path / "all")])) == 1
 
 
 def test_verify(built, run):
@@ -111,7 +184,7 @@ def test_verify(built, run):
     content = bytearray((out / "tokens-00000.bin").read_bytes())
     content[7] ^= 1
     (out / "tokens-00000.bin").write_bytes(content)
-    with pytest.raises(UserError, match="expected sha256"):
+    with pytest.raises(UserError, match=r"expected sha256|damaged"):
         run("verify", out)
 
 

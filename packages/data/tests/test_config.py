@@ -57,7 +57,7 @@ def test_the_dataset_has_all_that_training_needs(config, cache, documents):
 
 def test_the_store_is_built_once(config, cache, monkeypatch):
     first = config.build(seed=0, cache_dir=cache)
-    monkeypatch.setattr(cache_module, "write_store", None)
+    monkeypatch.setattr(cache_module, "merge", None)
     monkeypatch.setattr(cache_module, "make_tokenizer", None)
     events = []
     other = dataclasses.replace(config, seq_len=16, batch_size=2, held_out=0.2)
@@ -235,7 +235,7 @@ def test_a_full_disk_in_the_cache(config, cache, monkeypatch):
     def refuse(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("styrax.data.build.sync_file", refuse)
+    monkeypatch.setattr("styrax.data.build.writer.sync_file", refuse)
     with pytest.raises(UserError, match=r"No space left on device .* MB free.*free some space"):
         config.build(seed=0, cache_dir=cache)
     assert list((cache / "data").iterdir()) == []

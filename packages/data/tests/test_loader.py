@@ -22,7 +22,7 @@ class Slow:
     """A source that counts its reads, and can block or fail at a step."""
 
     fingerprint = "slow"
-    batch_size, seq_len = 2, 4
+    num_steps = None
 
     def __init__(self, *, fail_at=None, block_at=None):
         self.settings = {"name": "slow"}
@@ -207,18 +207,18 @@ def test_a_state_of_other_data_is_refused_with_the_difference(store, data):
         other.set_state(state)
     message = str(caught.value)
     assert "seed: saved with 0, now 1" in message
-    assert "seq_len: saved with 32, now 16" in message
+    assert "seq_len: saved with [[0, 32]], now [[0, 16]]" in message
     assert "batch_size" not in message
     assert "seek(step)" in message
     assert other.get_state()["step"] == 0
     # A state cut down to what every styrax state has.
     small = {name: state[name] for name in ("version", "step", "fingerprint")}
-    with pytest.raises(UserError, match="fingerprint: saved with"):
+    with pytest.raises(UserError, match="expected a data state with the 'settings' behind its fingerprint"):
         other.set_state(small)
     data.loader().set_state(small)
 
 
-@pytest.mark.parametrize("state", [None, 3, {}, {"step": -1}, {"step": "3"}, {"version": 1, "step": True}])
+@pytest.mark.parametrize("state", [None, 3, {}, {"step": -1}, {"step": "3"}, {"version": 2, "step": True}])
 def test_what_is_no_state(data, state):
     with pytest.raises(UserError, match="expected a data state"):
         data.loader().set_state(state)
@@ -226,11 +226,27 @@ def test_what_is_no_state(data, state):
 
 def test_a_state_of_another_version(data):
     state = {**data.loader().get_state(), "version": 99}
-    with pytest.raises(UserError, match="version 99, expected 1"):
+    with pytest.raises(UserError, match="version 99, expected 2"):
         data.loader().set_state(state)
 
 
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_read_that_hangs_is_an_error_that_names_the_step(prefetch):
+    source = Slow(block_at=2)
+    with Loader(source, prefetch=prefetch, timeout=0.2) as loader:
+        assert steps(loader, 2) == [0, 1]
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"the batch of step 2 did not come within 0\.2 seconds"):
+                next(loader)
+        source.release.set()
+        loader.seek(3)
+        assert steps(loader, 1) == [3]
+        assert loader.wait_seconds >= 0
+
+
 def test_wrong_arguments(data):
+    with pytest.raises(UserError, match="timeout = 0"):
+        Loader(data, timeout=0)
     with pytest.raises(UserError, match="prefetch = -1"):
         data.loader(prefetch=-1)
     with pytest.raises(UserError, match="step -2"):
@@ -242,7 +258,7 @@ PROGRAM = """
     import numpy as np
     from styrax.data import Loader
     class Source:
-        fingerprint, settings, batch_size, seq_len = "s", {}, 1, 1
+        fingerprint, settings, num_steps = "s", {}, None
         def batch(self, step, rows=None):
             if step == BLOCK:
                 time.sleep(60)

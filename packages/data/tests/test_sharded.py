@@ -18,7 +18,8 @@ EIGHT = """
     asked = []
 
     class Watched:
-        fingerprint, settings, batch_size, seq_len = data.fingerprint, data.settings, 16, 32
+        fingerprint, settings, num_steps = data.fingerprint, data.settings, None
+        specs, spec = data.specs, data.spec
         def batch(self, step, rows=None):
             asked.append((step, rows))
             return data.batch(step, rows)
@@ -75,5 +76,5 @@ def test_a_batch_that_does_not_divide(store):
             raise ValueError("dimension 0 of 6 is not divisible by 4")
 
     data = LMData(store, seq_len=16, batch_size=6, held_out=0.1)
-    with pytest.raises(UserError, match=r"6 rows and 16 columns.*not divisible.*choose a batch_size"):
+    with pytest.raises(UserError, match=r"(?s)6 x 16.*not divisible.*choose a batch_size"):
         data.loader(sharding=Four())

@@ -1,3 +1,4 @@
+import io
 import os
 import sys
 import sysconfig
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 
 from styrax.core import UserError
 from styrax.data import find_documents
-from styrax.data.sources import read_bytes, read_text, split_text
+from styrax.data.build.quarantine import Refused
+from styrax.data.build.readers.text import decode, split_text
 
 
 @pytest.fixture
@@ -69,21 +71,19 @@ def test_a_subset_is_whole_files_below_a_size(corpus):
         find_documents([corpus], max_bytes=3)
 
 
-def test_malformed_text_names_file_and_offset(tmp_path):
-    (tmp_path / "x.txt").write_bytes("né".encode() + b"\xff\xfe rest")
-    (document,) = find_documents([tmp_path / "x.txt"])
-    content = read_bytes(document)
-    with pytest.raises(UserError, match=r"x\.txt is not UTF-8 at byte offset 3: .*ff fe"):
-        read_text(document, content, "raise")
-    assert read_text(document, content, "replace") == "né\ufffd\ufffd rest"
-    assert read_text(document, content, "skip") is None
+def test_malformed_text_names_file_and_offset():
+    content = "né".encode() + b"\xff\xfe rest"
+    refused = decode(content, "x", "/there/x.txt", "raise", start=100)
+    assert isinstance(refused, Refused)
+    with pytest.raises(UserError, match=r"/there/x\.txt is not UTF-8 at byte offset 103: .*ff fe"):
+        raise refused.error()
+    assert decode(content, "x", "x", "replace") == "né\ufffd\ufffd rest"
+    assert decode(content, "x", "x", "skip").quiet
 
 
-def test_line_ends_and_byte_order_marks_stay(tmp_path):
+def test_line_ends_and_byte_order_marks_stay():
     content = "\ufeffa\r\nb\rc\n".encode()
-    (tmp_path / "x.txt").write_bytes(content)
-    (document,) = find_documents([tmp_path / "x.txt"])
-    assert read_text(document, read_bytes(document), "raise").encode() == content
+    assert decode(content, "x", "x", "raise").encode() == content
 
 
 @pytest.mark.skipif(sys.platform == "win32" or os.name == "nt", reason="POSIX names")
@@ -107,10 +107,12 @@ def test_the_standard_library():
     assert 5e6 < sum(document.size for document in documents) < 40e6
 
 
-@given(st.text(alphabet="ab-\n"), st.sampled_from(["\n", "--", "a"]))
-def test_pieces_joined_are_the_text(text, separator):
-    pieces = list(split_text("x", text, separator))
-    assert "".join(piece for _, piece in pieces) == text
-    assert [name for name, _ in pieces] == [f"x#{i}" for i in range(len(pieces))]
-    assert all(piece.count(separator) <= 1 or separator == "--" for _, piece in pieces)
-    assert all(piece for _, piece in pieces)
+@given(st.text(alphabet="abé-\n"), st.sampled_from(["\n", "--", "a", "é\n", "aa"]), st.integers(1, 5))
+def test_pieces_joined_are_the_text(text, separator, chunk):
+    pieces = list(split_text(io.BytesIO(text.encode()), separator, chunk))
+    assert b"".join(piece for _, piece in pieces).decode() == text
+    # As `str.split` cuts, whatever the size of what is read at a time.
+    *whole, rest = text.split(separator)
+    assert [piece.decode() for _, piece in pieces] == [part + separator for part in whole] + ([rest] if rest else [])
+    sizes = [len(piece) for _, piece in pieces]
+    assert [start for start, _ in pieces] == [sum(sizes[:i]) for i in range(len(sizes))]

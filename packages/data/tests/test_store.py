@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -12,8 +13,9 @@ import pytest
 
 from styrax.core import UserError
 from styrax.data import ByteTokenizer, TokenStore, build_store, train_bpe, write_store
-from styrax.data import build as build_module
 from styrax.data.atomic import sweep
+from styrax.data.build import StoreWriter, parts, writer
+from styrax.data.store import format as store_format
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ DAMAGE = {
     "tokenizer missing": (lambda s: (s / "tokenizer.json").unlink(), r"tokenizer\.json: expected"),
     "meta cut short": (lambda s: cut(s / "meta.json", 9), r"meta\.json is damaged: expected JSON"),
     "meta edited": (lambda s: edit(s / "meta.json", num_tokens=5), r"meta\.json is damaged: expected checksum"),
-    "meta from the future": (lambda s: edit(s / "meta.json", version=99), "expected store version 1, got 99"),
+    "meta from the future": (lambda s: edit(s / "meta.json", version=99), "expected store version 2, got 99"),
     "another format": (lambda s: edit(s / "meta.json", format="x"), "expected the meta of a styrax-token-store"),
     "no meta": (lambda s: (s / "meta.json").unlink(), r"has no meta\.json; build one"),
 }
@@ -231,11 +233,21 @@ def test_the_disk_refuses(corpus, tmp_path, monkeypatch, code, word):
     def refuse(file):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(build_module, "sync_file", refuse)
+    monkeypatch.setattr(parts, "sync_file", refuse)
     with pytest.raises(UserError, match=word) as caught:
         build_store([corpus], tmp_path / "s", tokenizer="byte")
     assert os.strerror(code) in str(caught.value)
     assert listing(tmp_path) == ["corpus"]
+    monkeypatch.undo()
+    # Later, when the parts are done and only the store is not: they are kept, and the error says so.
+    monkeypatch.setattr(writer, "sync_file", refuse)
+    with pytest.raises(UserError, match=word) as caught:
+        build_store([corpus], tmp_path / "s", tokenizer="byte")
+    assert f"(1 finished parts are kept in {tmp_path / '.s.parts'}: the same build goes on" in str(caught.value)
+    assert listing(tmp_path) == [".s.parts", "corpus"]
+    monkeypatch.undo()
+    build_store([corpus], tmp_path / "s", tokenizer="byte").verify()
+    assert listing(tmp_path) == ["corpus", "s"]
 
 
 def test_an_out_below_a_file(corpus, tmp_path):
@@ -284,6 +296,122 @@ def test_progress_counts_bytes(corpus, tmp_path, documents):
     build_store([corpus], tmp_path / "s", tokenizer="bpe:300", progress=lambda *event: seen.append(event))
     total = sum(len(text.encode()) for text in documents.values())
     assert seen == [("train tokenizer", 0, None), ("tokenize", total, total)]
+
+
+def small_shards(monkeypatch, size):
+    monkeypatch.setattr(store_format, "SHARD_BYTES", size)
+
+
+def test_there_is_a_checksum_for_every_stretch(corpus, tmp_path, monkeypatch):
+    small_shards(monkeypatch, 1000)
+    store = build_store([corpus], tmp_path / "s", tokenizer="byte")
+    assert store.meta["version"] == 2
+    for name, entry in store.meta["files"].items():
+        content = (store.path / name).read_bytes()
+        assert entry["bytes"] == len(content)
+        stretches = [content[i : i + 1000] for i in range(0, len(content), 1000)]
+        assert entry["shards"] == [hashlib.sha256(stretch).hexdigest() for stretch in stretches]
+
+
+def test_verify_names_every_damaged_stretch(corpus, tmp_path, monkeypatch):
+    small_shards(monkeypatch, 1000)
+    store = build_store([corpus], tmp_path / "s", tokenizer="byte")
+    file = store.path / "tokens-00000.bin"
+    content = bytearray(file.read_bytes())
+    last = len(content) - 1
+    for place in (999, 3000, last):
+        content[place] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        store.verify()
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("  - ")]
+    places = [(0, 999), (3000, 3999), (last // 1000 * 1000, last)]
+    assert [line.split(": expected")[0] for line in lines] == [f"  - {file}, bytes {a} to {b}" for a, b in places]
+    # Cut short since it was opened.
+    file.write_bytes(content[:-2])
+    with pytest.raises(UserError, match=rf"expected {len(content)} bytes, got {len(content) - 2}"):
+        store.verify()
+
+
+def masked(out, **options):
+    with StoreWriter(out, ByteTokenizer(), mask=True, **options) as writing:
+        writing.add("a", np.array([104, 105, 256]), 2, np.array([0, 1, 1]))
+        writing.add("b", np.array([33, 256]), 1, np.array([0, 1]))
+        return writing.finish(build={}, report={"kept": 2})
+
+
+def test_a_mask_says_which_tokens_carry_loss(tmp_path, store):
+    made = masked(tmp_path / "s")
+    made.verify()
+    assert made.mask.dtype == np.uint8
+    assert made.mask.tolist() == [0, 1, 1, 0, 1]
+    assert made.meta["report"] == {"kept": 2}
+    assert store.mask is None
+    plain = write_store(tmp_path / "t", {"a": "hi", "b": "!"}, ByteTokenizer())
+    assert plain.tokens.tolist() == made.tokens.tolist()
+    assert plain.fingerprint != made.fingerprint
+    cut(made.path / "mask-00000.bin")
+    with pytest.raises(UserError, match=r"mask-00000\.bin: expected 5 bytes, got 4"):
+        TokenStore(made.path)
+
+
+BAD_DOCUMENTS = {
+    "no end": (([104, 105], 2), "ends in the end token 256"),
+    "nothing": (([], 0), "ends in the end token 256"),
+    "not ids": ((np.array([1.5, 256.0]), 1), "expected a row of token ids .* got float64"),
+    "out of the vocabulary": (([300, 256], 1), "expected ids from 0 to 257, got 256 to 300"),
+    "below zero": (([-1, 256], 1), "expected ids from 0 to 257, got -1 to 256"),
+    "a mask": (([1, 256], 1, [1, 1]), "mask=True"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_DOCUMENTS)
+def test_the_writer_refuses_what_is_no_document(tmp_path, what):
+    document, message = BAD_DOCUMENTS[what]
+    with pytest.raises(UserError, match=message), StoreWriter(tmp_path / "s", ByteTokenizer()) as writing:
+        writing.add("x", np.array(document[0]), *document[1:])
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize(("mask", "message"), [(None, "got none"), ([1], r"shape \[1\]"), ([0, 2], "zeros and ones")])
+def test_the_writer_refuses_what_is_no_mask(tmp_path, mask, message):
+    with pytest.raises(UserError, match=message), StoreWriter(tmp_path / "s", ByteTokenizer(), mask=True) as writing:
+        writing.add("x", np.array([1, 256]), 1, None if mask is None else np.array(mask))
+    assert listing(tmp_path) == []
+
+
+def test_a_writer_that_is_left_early_leaves_nothing(tmp_path):
+    with StoreWriter(tmp_path / "s", ByteTokenizer()) as writing:
+        writing.add("x", np.array([1, 256]), 1)
+    assert listing(tmp_path) == []
+
+
+def test_documents_by_the_one_and_by_the_many(tmp_path, store, documents):
+    names, half = list(documents), 17
+    with StoreWriter(tmp_path / "s", ByteTokenizer()) as writing:
+        for index in range(half):
+            writing.add(names[index], store[index], int(store.docs["bytes"][index]))
+        docs = store.docs[half:]
+        writing.extend(names[half:], docs["id_hash"], docs["tokens"], docs["bytes"], store.tokens[docs["start"][0] :])
+        again = writing.finish(build={}, report={})
+    assert again.fingerprint == store.fingerprint
+    for name in store.meta["files"]:
+        assert (again.path / name).read_bytes() == (store.path / name).read_bytes()
+
+
+def test_names_of_one_hash_are_two_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "hash64", lambda purpose, name: 7)
+    made = write_store(tmp_path / "s", {"a": "x", "b": "y"}, ByteTokenizer())
+    assert made.ids == ["a", "b"]
+    with pytest.raises(UserError, match="two documents have the id 'a'"):
+        write_store(tmp_path / "t", [("a", "x"), ("b", "y"), ("a", "z")], ByteTokenizer())
+
+
+def test_a_store_of_an_older_version(corpus, tmp_path):
+    build_store([corpus], tmp_path / "s", tokenizer="byte")
+    edit(tmp_path / "s" / "meta.json", version=1)
+    with pytest.raises(UserError, match="expected store version 2, got 1; an older styrax-data wrote it; build it"):
+        TokenStore(tmp_path / "s")
 
 
 def test_opening_is_cheap(tmp_path):

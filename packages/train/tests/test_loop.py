@@ -130,6 +130,33 @@ def test_a_ragged_batch_is_one_clear_error():
         train(2, data=batches)
 
 
+class Growing(ToyData):
+    """Twice as many rows from the third step on, as announced."""
+
+    specs = tuple(
+        {"x": ((rows, 4), np.float32), "y": ((rows, 3), np.float32), "mask": ((rows,), np.float32)} for rows in (12, 24)
+    )
+
+    def __next__(self):
+        self.step += 1
+        return toy_batch(self.step - 1, rows=12 if self.step < 3 else 24)
+
+
+def test_a_schedule_of_batches_compiles_each_shape_once():
+    class Count(Hook):
+        compiles = 0
+
+        def on_compile(self, seconds):
+            Count.compiles += seconds is not None
+
+    checkpointer = MemoryCheckpointer()
+    whole = train(6, data=Growing(), hooks=[Count()])
+    assert Count.compiles == 2
+    train(2, data=Growing(), checkpointer=checkpointer)
+    resumed = train(6, data=Growing(), checkpointer=checkpointer)
+    assert resumed.metrics == whole.metrics
+
+
 def test_batches_that_do_not_divide_are_refused():
     with pytest.raises(UserError, match="accumulate=5 does not divide the batch of 12 rows"):
         train(1, accumulate=5)

@@ -8,6 +8,7 @@ import errno
 import os
 import secrets
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -45,24 +46,85 @@ def new_folder(out: Path, *, overwrite: bool = False, keep_existing: bool = Fals
     """
     if not overwrite and not keep_existing and os.path.lexists(out):
         raise UserError(_exists(out))
-    with _explained(out):
+    with scratch_folder(out) as folder:
+        yield folder
+        (folder / LOCK).unlink(missing_ok=True)
+        sync_folder(folder)
+        _publish(folder, out, overwrite=overwrite, keep_existing=keep_existing)
+        sync_folder(out.parent)
+
+
+@contextlib.contextmanager
+def scratch_folder(out: Path) -> Iterator[Path]:
+    """Make a temporary folder beside `out`, and remove it in the end.
+
+    Args:
+        out: What the folder is for; what killed processes left for it is removed.
+
+    Yields:
+        The folder.
+
+    Raises:
+        UserError: The disk is full, or the place cannot be written.
+    """
+    with explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         sweep(out)
         folder = out.with_name(f".{out.name}.{secrets.token_hex(8)}.tmp")
         folder.mkdir()
     lock = None
     try:
-        with _explained(out):
+        with explained(out):
             lock = _lock(folder)
             yield folder
-            (folder / LOCK).unlink(missing_ok=True)
-            sync_folder(folder)
-            _publish(folder, out, overwrite=overwrite, keep_existing=keep_existing)
-            sync_folder(out.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+@contextlib.contextmanager
+def working_folder(out: Path) -> Iterator[Path]:
+    """Open the folder beside `out` where one build at a time keeps what it has done.
+
+    The folder outlives a build that is killed or fails, if it holds anything by then, so that the next one
+    can go on from there. It is removed when the block ends well.
+
+    Args:
+        out: What is built.
+
+    Yields:
+        The folder, `.NAME.parts`.
+
+    Raises:
+        UserError: Another process is building `out`, or the place cannot be written.
+    """
+    folder = out.with_name(f".{out.name}.parts")
+    with explained(out):
+        lock = _hold(folder / LOCK, out)
+    try:
+        yield folder
+        remove_folder(folder, out)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if all(entry.name.startswith(".") or entry.name == LOCK for entry in folder.iterdir()):
+                remove_folder(folder, out)
+        raise
+    finally:
+        os.close(lock)
+
+
+def remove_folder(folder: Path, out: Path | None = None) -> None:
+    """Remove a folder so that nobody who is killed meanwhile leaves half of it under its name.
+
+    Args:
+        folder: The folder.
+        out: What it was for; `sweep(out)` removes what a kill leaves.
+    """
+    aside = folder.with_name(f".{(out or folder).name}.{secrets.token_hex(8)}.gone")
+    with contextlib.suppress(OSError):
+        folder = folder.rename(aside)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(out: Path) -> None:
@@ -70,6 +132,8 @@ def sweep(out: Path) -> None:
     for folder in out.parent.glob(f".{glob_escape(out.name)}.*.tmp"):
         if _dead(folder):
             shutil.rmtree(folder, ignore_errors=True)
+    for folder in out.parent.glob(f".{glob_escape(out.name)}.*.gone"):
+        shutil.rmtree(folder, ignore_errors=True)
     for folder in sorted(out.parent.glob(f".{glob_escape(out.name)}.*.old")):
         with contextlib.suppress(OSError):
             if os.path.lexists(out):
@@ -97,6 +161,31 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     finally:
+        os.close(handle)
+
+
+def _hold(file: Path, out: Path) -> int:
+    """Hold a lock file, made with its folder, for as long as this process lives or until it is closed."""
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # the build before just removed its folder
+            continue
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(handle, 100).decode(errors="replace") or "another process"
+            os.close(handle)
+            raise UserError(f"{out} is being built by {owner}; wait for it to end, or build another store") from None
+        except OSError:
+            pass  # a file system without locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), file.stat()):
+                os.ftruncate(handle, 0)
+                os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return handle
         os.close(handle)
 
 
@@ -168,8 +257,12 @@ def _exists(out: Path) -> str:
 
 
 @contextlib.contextmanager
-def _explained(out: Path) -> Iterator[None]:
-    """Turn the disk's refusals into words."""
+def explained(out: Path) -> Iterator[None]:
+    """Turn the disk's refusals while `out` is written into words.
+
+    Raises:
+        UserError: The disk is full, or the place cannot be written.
+    """
     try:
         yield
     except OSError as error:
@@ -177,7 +270,7 @@ def _explained(out: Path) -> Iterator[None]:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             with contextlib.suppress(OSError):
                 reason += f" ({shutil.disk_usage(out.parent).free / 1e6:.1f} MB free)"
-            cure = "free some space or build elsewhere; what was written has been removed"
+            cure = "free some space or build elsewhere; no half-made store was left behind"
         elif error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}:
             cure = "choose a folder that you can write"
         else:

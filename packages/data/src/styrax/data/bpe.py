@@ -67,6 +67,7 @@ class BPETokenizer:
             pieces[token["id"]] = b"" if token["special"] else token["content"].encode()
         self._table = TokenTable(pieces)
         special = {token["content"]: token["id"] for token in added if token["special"]}
+        self._special = special
         eos = next((special[text] for text in EOS_NAMES if text in special), None)
         if eos is None:
             raise UserError(
@@ -91,6 +92,11 @@ class BPETokenizer:
     def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
         """For each id, how many bytes of text it stands for."""
         return self._table.lengths
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens by their text."""
+        return dict(self._special)
 
     @cached_property
     def _encoder(self) -> tokenizers.Tokenizer:

@@ -8,11 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from styrax.core.errors import UserError
-from styrax.data.build import Progress, digest, make_tokenizer, read_all, write_store
+from styrax.data.atomic import scratch_folder
+from styrax.data.build.job import Job
+from styrax.data.build.merge import merge
+from styrax.data.build.pipeline import describe_build, make_parts
+from styrax.data.build.readers.streams import reading
+from styrax.data.build.records import Errors, ReadSettings
+from styrax.data.build.sources import Document, find_documents
+from styrax.data.build.training import make_tokenizer
+from styrax.data.build.units import file_units
+from styrax.data.build.write import Progress
+from styrax.data.build.writer import StoreWriter
 from styrax.data.hashing import fingerprint
-from styrax.data.sources import Document, Errors, find_documents, read_bytes
 from styrax.data.spec import bpe_size
-from styrax.data.store import VERSION, TokenStore
+from styrax.data.store.format import VERSION
+from styrax.data.store.tokens import TokenStore
 from styrax.data.tokenizer import load_tokenizer
 
 
@@ -41,10 +51,10 @@ def cached_store(
     builds, the first to finish is used by all. A damaged store in the cache is built anew.
 
     Args:
-        sources: See `find_documents`.
+        sources: See `find_documents`; tables hold their text in a column or field `text`.
         tokenizer: `byte`, `bpe:N` or the path of a `tokenizer.json`.
         errors: What to do with files that are not UTF-8.
-        split_on: Cut files after every such text.
+        split_on: Cut text files after every such text.
         max_bytes: Take a fixed subset of whole files of at most this size.
         cache_dir: Where stores are kept, in a folder `data`; see `default_cache_dir`.
         progress: Called as `progress(label, done, total)`, in bytes.
@@ -56,19 +66,13 @@ def cached_store(
         UserError: As `build_store` does.
     """
     documents = find_documents(sources, max_bytes=max_bytes)
-    total = sum(document.size for document in documents)
-    digests = _digests(documents, total, progress)
-    content = hashlib.blake2b(digest_size=16)
-    for name, value in digests.items():
-        content.update(digest(name.encode()) + value)
-    trained = bpe_size(tokenizer) is not None
     key = fingerprint(
         {
             "version": VERSION,
-            "tokenizer": tokenizer if trained else _named(tokenizer),
+            "tokenizer": tokenizer if bpe_size(tokenizer) is not None else _named(tokenizer),
             "errors": errors,
             "split_on": split_on,
-            "documents": content.hexdigest(),
+            "documents": _digest(documents, progress),
         }
     )
     out = (cache_dir or default_cache_dir()) / "data" / key
@@ -78,31 +82,32 @@ def cached_store(
             return TokenStore(out)
         except UserError:
             damaged = True
-    made = make_tokenizer(tokenizer, documents, errors, progress)
-    return write_store(
-        out,
-        read_all(documents, errors, split_on, digests),
-        made,
-        overwrite=damaged,
-        keep_existing=not damaged,
-        build={"sources": list(sources), "tokenizer": tokenizer, "errors": errors, "split_on": split_on,
-               "max_bytes": max_bytes},
-        progress=progress,
-        total=total,
-    )  # fmt: skip
+    read = ReadSettings(errors=errors, split_on=split_on)
+    units = file_units(documents, read)
+    made = make_tokenizer(tokenizer, [piece for unit in units for piece in unit.pieces], (), read, progress)
+    # In a folder of its own: whoever else builds the same store at this moment need not wait.
+    with scratch_folder(out) as folder:
+        job = Job(folder=folder, tokenizer=made, read=read)
+        keys = make_parts(units, (), job, 1, progress, out)
+        with StoreWriter(out, made, overwrite=damaged, keep_existing=not damaged) as writer:
+            build = describe_build(sources, tokenizer, max_bytes, "raise", None, job)
+            return merge(folder, keys, writer, quarantine=None, exact=False, near=None, build=build, progress=progress)
 
 
 def _named(tokenizer: str) -> str:
     return "byte" if tokenizer == "byte" else load_tokenizer(tokenizer).fingerprint
 
 
-def _digests(documents: Sequence[Document], total: int, progress: Progress | None) -> dict[str, bytes]:
-    digests: dict[str, bytes] = {}
-    done = 0
+def _digest(documents: Sequence[Document], progress: Progress | None) -> str:
+    """Hash all names and contents."""
+    total, done = sum(document.size for document in documents), 0
+    everything = hashlib.blake2b(digest_size=16)
     for document in documents:
-        content = read_bytes(document)
-        digests[document.id] = digest(content)
-        done += len(content)
+        with reading(document.path), document.path.open("rb") as handle:
+            content = hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16))
+        name = hashlib.blake2b(document.id.encode(), digest_size=16)
+        everything.update(name.digest() + content.digest())
+        done += document.size
         if progress is not None:
             progress("check sources", done, total)
-    return digests
+    return everything.hexdigest()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from styrax.core.config import Fraction, NonNegative, Positive
+from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat
 from styrax.core.errors import UserError
 from styrax.data.spec import bpe_size
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from styrax.data.tokenizer import StoreTokenizer
 
 
+Points = tuple[tuple[NonNegative, Positive], ...]
+Pack = Literal["concat", "best_fit", "none"]
+Errors = Literal["raise", "replace", "skip"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig:
     """Batches of text: from sources, tokenized at first use and cached, or from a store built before.
@@ -23,17 +28,20 @@ class TokensConfig:
     Attributes:
         sources: Text files, folders, globs such as `corpus/**/*.txt`, or `python:stdlib`, the running
             Python's own library; one document per file.
-        store: Folder of an existing token store, instead of sources.
+        store: Folder or URL (`s3://bucket/name`) of an existing token store, instead of sources.
         tokenizer: `byte`, `bpe:N` (trained on a sample of the sources) or the path of a byte-level
             `tokenizer.json`; a store brings its own.
         max_bytes: Take a fixed subset of the files, of at most this size.
         split_on: Cut each file into documents after every such text, for example two line ends.
         errors: What to do with files that are not UTF-8: `raise`, `replace` the bytes, or `skip` the file.
-        seq_len: Tokens per row.
-        batch_size: Rows per step, over all processes.
-        pack: `concat`: documents follow one another in rows; `none`: one document, or a piece, per row.
+        seq_len: Tokens per row; or pairs `[step, tokens]`, the first at step 0, for a schedule.
+        batch_size: Rows per step, over all processes; or pairs `[step, rows]`, likewise.
+        pack: `concat`: documents follow one another in rows; `best_fit`: whole documents with the least padding;
+            `none`: one document, or a piece, per row.
         held_out: Share of documents that is never trained on, chosen by a hash of the id.
         max_held_out_batches: Evaluate on at most so many batches; none for all.
+        skip_steps: Ranges `[first, last + 1]` of steps whose data are left out, what follows moving up.
+        allow_changes: Settings of the data that may differ when a run is resumed, such as `skip_steps`.
         prefetch: Batches prepared ahead in a thread.
         kind: Which data this is.
     """
@@ -44,12 +52,14 @@ class TokensConfig:
     tokenizer: str = "bpe:4096"
     max_bytes: Positive | None = None
     split_on: str | None = None
-    errors: Literal["raise", "replace", "skip"] = "raise"
-    seq_len: Positive = 256
-    batch_size: Positive = 8
-    pack: Literal["concat", "none"] = "concat"
+    errors: Errors = "raise"
+    seq_len: Positive | Points = 256
+    batch_size: Positive | Points = 8
+    pack: Pack = "concat"
     held_out: Fraction = 0.01
     max_held_out_batches: Positive | None = 16
+    skip_steps: tuple[tuple[int, int], ...] = ()
+    allow_changes: tuple[str, ...] = ()
     prefetch: NonNegative = 2
 
     def __post_init__(self) -> None:
@@ -83,10 +93,10 @@ class TokensConfig:
         """
         from styrax.data.cache import cached_store
         from styrax.data.dataset import LMData
-        from styrax.data.store import TokenStore
+        from styrax.data.store.remote import open_store
 
         if self.store is not None:
-            store = TokenStore(Path(self.store).expanduser())
+            store = open_store(self.store, cache_dir=cache_dir)
         elif self.sources:
             store = cached_store(
                 self.sources,
@@ -110,6 +120,8 @@ class TokensConfig:
             pack=self.pack,
             held_out=self.held_out,
             max_held_out_batches=self.max_held_out_batches,
+            skip_steps=self.skip_steps,
+            allow=self.allow_changes,
             prefetch=self.prefetch,
         )
 
@@ -119,6 +131,129 @@ class TokensConfig:
         Raises:
             UserError: The file is missing or is not a tokenizer.
         """
+        from styrax.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of a mixture: text, or a store built before.
+
+    Attributes:
+        sources: Text files, folders, globs, or `python:stdlib`; tokenized at first use and cached.
+        store: Folder or URL (`s3://bucket/name`) of an existing token store, instead of sources.
+        max_bytes: Take a fixed subset of the files, of at most this size.
+        split_on: Cut each file into documents after every such text.
+        errors: What to do with files that are not UTF-8: `raise`, `replace` the bytes, or `skip` the file.
+        max_epochs: How often it may be read at most; then the others get its share.
+    """
+
+    sources: tuple[str, ...] = ()
+    store: str | None = None
+    max_bytes: Positive | None = None
+    split_on: str | None = None
+    errors: Errors = "raise"
+    max_epochs: PositiveFloat | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """Batches of several sources, mixed by weights that may change with the step.
+
+    Attributes:
+        sources: Table of sources by name.
+        weights: Share of the rows of each source, by name, equal by default; or pairs `[step, weights]`, the first at
+            step 0.
+        interpolate: `hold` the weights of a pair until the next, or go there in a `linear` ramp.
+        tokenizer: `byte` or the path of a byte-level `tokenizer.json`, for sources of text; stores bring their own, and
+            all must have the same.
+        seq_len: Tokens per row; or pairs `[step, tokens]`, the first at step 0, for a schedule.
+        batch_size: Rows per step, over all processes; or pairs `[step, rows]`, likewise.
+        pack: `concat`: documents follow one another in rows; `best_fit`: whole documents with the least padding;
+            `none`: one document, or a piece, per row.
+        held_out: Share of each source's documents that is never trained on, chosen by a hash of the id.
+        max_held_out_batches: Evaluate on at most so many batches; none for all.
+        skip_steps: Ranges `[first, last + 1]` of steps whose data are left out, what follows moving up.
+        allow_changes: Settings of the data that may differ when a run is resumed, such as `mixture`.
+        prefetch: Batches prepared ahead in a thread.
+        kind: Which data this is.
+    """
+
+    kind: Literal["mixture"] = "mixture"
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    weights: dict[str, NonNegativeFloat] | tuple[tuple[NonNegative, dict[str, NonNegativeFloat]], ...] = ()
+    interpolate: Literal["hold", "linear"] = "hold"
+    tokenizer: str = "byte"
+    seq_len: Positive | Points = 256
+    batch_size: Positive | Points = 8
+    pack: Pack = "concat"
+    held_out: Fraction = 0.01
+    max_held_out_batches: Positive | None = 16
+    skip_steps: tuple[tuple[int, int], ...] = ()
+    allow_changes: tuple[str, ...] = ()
+    prefetch: NonNegative = 2
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, source in self.sources.items():
+            if bool(source.sources) == (source.store is not None):
+                problems.append(f"sources.{name}: expected one of sources (text) and store (a folder of tokens)")
+        if self.held_out >= 1:
+            problems.append(f"held_out = {self.held_out} leaves nothing to train on; expected less than 1")
+        try:
+            trained = bpe_size(self.tokenizer) is not None
+        except UserError as error:
+            problems.append(str(error))
+        else:
+            if trained:
+                problems.append(
+                    f"tokenizer = {self.tokenizer!r} would be another one for each source; expected 'byte' or a "
+                    "tokenizer.json, such as that of a store of all text (`styrax data build`)"
+                )
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def build(self, *, seed: int, cache_dir: Path | None = None, progress: Progress | None = None) -> LMData:
+        """Make the dataset, building the stores of text sources at first use; see `TokensConfig.build`."""
+        from styrax.data.cache import cached_store
+        from styrax.data.dataset import LMData
+        from styrax.data.plan.mixture import Mixture
+        from styrax.data.store.remote import open_store
+
+        if not self.sources:
+            raise UserError("data has no sources; name each: [data.sources.web] with sources = [...] or store = ...")
+        stores = {
+            name: open_store(source.store, cache_dir=cache_dir)
+            if source.store is not None
+            else cached_store(
+                source.sources,
+                tokenizer=self.tokenizer,
+                errors=source.errors,
+                split_on=source.split_on,
+                max_bytes=source.max_bytes,
+                cache_dir=cache_dir,
+                progress=progress,
+            )
+            for name, source in self.sources.items()
+        }
+        limits = {name: source.max_epochs for name, source in self.sources.items() if source.max_epochs is not None}
+        mixture = Mixture(stores, self.weights or None, interpolate=self.interpolate, max_epochs=limits or None)
+        return LMData(
+            mixture,
+            seed=seed,
+            seq_len=self.seq_len,
+            batch_size=self.batch_size,
+            pack=self.pack,
+            held_out=self.held_out,
+            max_held_out_batches=self.max_held_out_batches,
+            skip_steps=self.skip_steps,
+            allow=self.allow_changes,
+            prefetch=self.prefetch,
+        )
+
+    def load_tokenizer(self, path: Path) -> StoreTokenizer:
+        """Read the tokenizer that a run keeps beside its checkpoints."""
         from styrax.data.tokenizer import load_tokenizer
 
         return load_tokenizer(path)

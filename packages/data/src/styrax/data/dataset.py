@@ -1,29 +1,40 @@
-"""Batches of language-model rows as a pure function of the store, the settings, the seed and the step."""
+"""Batches of language-model rows as a pure function of the stores, the settings, the seed and the step."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from styrax.core.errors import UserError
-from styrax.data.hashing import fingerprint, permutation
-from styrax.data.packing import Batch, Pack, Plan, Segments, fill
-from styrax.data.store import TokenStore
+from styrax.data.hashing import fingerprint
+from styrax.data.held_out import HeldOut
+from styrax.data.plan.line import Line
+from styrax.data.plan.mixture import Mixture
+from styrax.data.plan.segments import Batch, Pack, Segments, fill
+from styrax.data.plan.skips import Skips
+from styrax.data.plan.timeline import Points, Timeline, parse_points
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
 
     from styrax.data.loader import Loader
+    from styrax.data.store import TokenStore
     from styrax.data.tokenizer import StoreTokenizer
 
-CONTRACT = 1
-KEPT_PLANS = 4
+CONTRACT = 2
+SINGLE = "data"
+DTYPES = {
+    "tokens": np.dtype(np.int32),
+    "targets": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.float32),
+    "segment_ids": np.dtype(np.int32),
+    "positions": np.dtype(np.int32),
+}
+PACKS = ("concat", "best_fit", "none")
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class Span:
     """A stretch of one document in a row.
 
     Attributes:
+        source: The name of the document's source in the mixture; `data` for a single store.
         document: The document's id.
         index: Its index in the store.
         start: The first target of the stretch, counted from the document's first token; `start + length` may
@@ -39,6 +51,7 @@ class Span:
         column: Where in the row the stretch begins.
     """
 
+    source: str
     document: str
     index: int
     start: int
@@ -54,27 +67,31 @@ class LMData:
     the first predicted from the begin token alone (`bos_id`, or `eos_id` where there is none), and no
     position is spent on a document's end. A document that does not end in its row goes on in another as a new
     segment: its first input there is the token before, its positions restart at 0. `segment_ids` count from 1
-    in each row; 0 is padding, where `loss_mask` is 0.
+    in each row; 0 is padding, where `loss_mask` is 0. It is also 0 where the store says that a token carries no loss.
 
-    An epoch is `num_rows` rows, in which every training document is laid once: the documents in an order of
-    the epoch's own, packed into rows, and the rows in an order of their own, so that a long document is not
-    spread over one batch. Only the last row of an epoch's line is padded (`concat`), or the last row of each
-    document (`none`). Row r of step s is row `s * batch_size + r` of the endless sequence of epochs.
+    An epoch of a source lays every training document once; `styrax.data.plan.Line` says how rows are packed and
+    ordered. With several sources, rows are mixed as `styrax.data.plan.timeline` says.
 
     Args:
-        store: A store or its folder.
+        store: A store or its folder, or a `Mixture` of several.
         seed: Decides the orders.
-        seq_len: Tokens per row.
-        batch_size: Rows per step, over all processes.
-        pack: `concat`: documents follow one another and are cut at the end of a row; `none`: one document, or
+        seq_len: Tokens per row; or pairs of a step and a number, the first at step 0, for a schedule. Rows are packed
+            for the longest, and shorter ones are stretches of these.
+        batch_size: Rows per step, over all processes; or pairs, likewise.
+        pack: `concat`: documents follow one another and are cut at the end of a row; `best_fit`: documents, cut only
+            where they are longer than a row, are packed with the least padding; `none`: one document, or
             a piece of one, per row.
-        held_out: Share of documents that is never trained on, chosen by a hash of the id: the same for every
-            seed. At least one document, unless it is 0.
+        held_out: Share of each source's documents that is never trained on, chosen by a hash of the id: the same for
+            every seed. At least one document, unless it is 0.
         max_held_out_batches: Use at most so many held-out batches; `None` for all.
+        max_epochs: How often a single store may be read at most; then the data end, the last batch padded.
+        skip_steps: Ranges `(first, last + 1)` of steps whose data are left out, such as a stretch where the loss
+            jumped; what follows moves up. Steps are counted, here and in schedules, as if nothing was left out.
+        allow: Settings in which a state that a loader goes on from may differ; see `Loader.set_state`.
         prefetch: How many batches `loader` prepares ahead by default.
 
     Raises:
-        UserError: Numbers out of range, or too few documents to hold any out.
+        UserError: Numbers out of range, or too few documents to hold any out; all in one message.
 
     Example:
         >>> import tempfile
@@ -90,56 +107,88 @@ class LMData:
 
     def __init__(
         self,
-        store: TokenStore | str | Path,
+        store: TokenStore | Mixture | str | Path,
         *,
         seed: int = 0,
-        seq_len: int,
-        batch_size: int,
+        seq_len: int | Points,
+        batch_size: int | Points,
         pack: Pack = "concat",
         held_out: float = 0.01,
         max_held_out_batches: int | None = None,
+        max_epochs: float | None = None,
+        skip_steps: Sequence[tuple[int, int]] = (),
+        allow: Sequence[str] = (),
         prefetch: int = 2,
     ):
-        problems = [f"{name} = {value}: expected 1 or more" for name, value in
-                    (("seq_len", seq_len), ("batch_size", batch_size)) if value < 1]  # fmt: skip
-        if pack not in ("concat", "none"):
-            problems.append(f"pack = {pack!r}: expected 'concat' or 'none'")
+        problems: list[str] = []
+        widths = parse_points("seq_len", seq_len, problems)
+        sizes = parse_points("batch_size", batch_size, problems)
+        self._skips = Skips.parse(skip_steps, problems)
+        if pack not in PACKS:
+            problems.append(f"pack = {pack!r}: expected one of {', '.join(map(repr, PACKS))}")
         if not 0 <= held_out < 1:
             problems.append(f"held_out = {held_out}: expected 0 or more, and less than 1")
+        if max_epochs is not None and isinstance(store, Mixture):
+            problems.append("max_epochs: a mixture has its own; give it there")
         if problems:
             raise UserError("\n".join(problems))
-        self.store = store if isinstance(store, TokenStore) else TokenStore(store)
-        self.seed, self.seq_len, self.batch_size = int(seed), seq_len, batch_size
+        self.mixture = store if isinstance(store, Mixture) else Mixture({SINGLE: store}, max_epochs=max_epochs)
+        self.stores: list[Any] = self.mixture.stores
+        self.seed, self.prefetch = int(seed), prefetch
         self.pack: Pack = pack
-        self.prefetch = prefetch
+        self.allow = tuple(allow)
         self.max_held_out_batches = max_held_out_batches
-        self._train, self._held = _split(self.store, held_out)
+        self.block = max(width for _, width in widths)
+        splits = [_split(store, held_out) for store in self.stores]
+        self._train, self._held = [train for train, _ in splits], [held for _, held in splits]
+        self.lines = [
+            Line(docs, self._lengths(number, docs), block=self.block, pack=pack, key=(self.seed, name))
+            for number, (name, docs) in enumerate(zip(self.mixture.names, self._train, strict=True))
+        ]
+        limits = [self.mixture.max_epochs.get(name) for name in self.mixture.names]
+        self.timeline = Timeline(
+            sizes,
+            widths,
+            self.mixture.schedule(),
+            [
+                None if limit is None else round(limit * line.places)
+                for limit, line in zip(limits, self.lines, strict=True)
+            ],
+        )
         self.settings: dict[str, Any] = {
             "contract": CONTRACT,
-            "store": self.store.fingerprint,
+            "mixture": self.mixture.settings,
             "seed": self.seed,
-            "seq_len": seq_len,
-            "batch_size": batch_size,
+            "seq_len": [list(point) for point in widths],
+            "batch_size": [list(point) for point in sizes],
+            "block": self.block,
             "pack": pack,
             "held_out": float(held_out),
+            "skip_steps": self._skips.ranges,
         }
         self.fingerprint = fingerprint(self.settings)
-        special = self.store.meta["tokenizer"]
+        special = self.stores[0].meta["tokenizer"]
         self._bos = special["eos_id"] if special["bos_id"] is None else special["bos_id"]
         self._pad = special["pad_id"]
         self.vocab_size: int = special["vocab_size"]
-        self.num_rows = Plan.make(self._train, self._lengths(self._train), seq_len, pack).num_rows
-        self._plans: dict[int, tuple[Plan, np.ndarray]] = {}
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
 
     def __repr__(self) -> str:
-        return f"LMData({self.settings}, {self.num_rows} rows an epoch)"
+        return f"LMData({self.settings})"
+
+    @property
+    def store(self) -> Any:
+        """The store; the first of a mixture."""
+        return self.stores[0]
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per step, at the first step."""
+        return self.timeline.batch_size(0)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per row, at the first step."""
+        return self.timeline.width(0)
 
     @property
     def tokenizer(self) -> StoreTokenizer:
@@ -153,50 +202,103 @@ class LMData:
 
     @property
     def train_documents(self) -> Int64[np.ndarray, " docs"]:
-        """Store indices of the documents that are trained on."""
-        return self._train
+        """Store indices of the documents that are trained on; of the first store of a mixture."""
+        return self._train[0]
 
     @property
     def held_out_documents(self) -> Int64[np.ndarray, " docs"]:
-        """Store indices of the documents that are not, in the order of the held-out rows."""
-        return self._held
+        """Store indices of the documents that are not, in the order of the held-out rows; of the first store."""
+        return self._held[0]
 
     @property
     def num_tokens(self) -> int:
-        """Targets in an epoch: the tokens of the training documents and their ends."""
-        return int(self._lengths(self._train).sum())
+        """Targets in an epoch of every source: the tokens of the training documents and their ends."""
+        return sum(line.targets for line in self.lines)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, of the longest kind, in an epoch of every source."""
+        return sum(line.num_blocks for line in self.lines)
+
+    @property
+    def num_steps(self) -> int | None:
+        """How many steps there are; `None` where the data have no end."""
+        return None if self.timeline.num_steps is None else self._skips.steps_before(self.timeline.num_steps)
 
     @property
     def steps_per_epoch(self) -> float:
-        """How many steps an epoch takes; epochs need not begin with a batch."""
-        return self.num_rows / self.batch_size
+        """How many steps, of the first step's size, an epoch of every source takes."""
+        return sum(line.places for line in self.lines) / (self.batch_size * self.seq_len)
 
-    def epoch(self, step: int) -> float:
-        """How many epochs are done before a step."""
-        return step * self.batch_size / self.num_rows
+    def shape(self, step: int) -> tuple[int, int]:
+        """Give the rows and columns of a step's batch."""
+        place = self._skips.data_step(_checked(step))
+        return self.timeline.batch_size(place), self.timeline.width(place)
+
+    def spec(self, step: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Give the shape and dtype of each array of a step's batch."""
+        return {name: (self.shape(step), dtype) for name, dtype in DTYPES.items()}
+
+    @property
+    def specs(self) -> list[dict[str, tuple[tuple[int, ...], np.dtype]]]:
+        """The specs of all steps, each once, as the schedules go through them."""
+        return [{name: (shape, dtype) for name, dtype in DTYPES.items()} for shape in self.timeline.shapes]
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Say how many epochs of each source are done before a step."""
+        _, places = self.timeline.before(self._skips.data_step(_checked(step)))
+        return {
+            name: float(used / line.places)
+            for name, used, line in zip(self.mixture.names, places, self.lines, strict=True)
+        }
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """Make one step's batch, or some rows of it, reading only those.
 
         Args:
-            step: From 0, without end.
+            step: From 0; without end, unless all sources have a limit.
             rows: Which rows; all by default.
 
         Returns:
             int32 `tokens`, `targets`, `segment_ids`, `positions` and float32 `loss_mask`, `[rows, seq_len]`.
 
         Raises:
-            UserError: A negative step.
+            UserError: A negative step, or one after the end.
         """
-        segments, count = self._segments(step, rows)
-        return self._fill(segments, count)
+        segments, shape = self._segments(step, rows)
+        return fill(segments, self.stores, shape, self._bos, self._pad)
+
+    def sources_of(self, step: int) -> list[str]:
+        """Name the source of each row of a step; the empty name for padding after the end."""
+        source = self.timeline.rows(self._skips.data_step(_checked(step))).source
+        return [self.mixture.names[number] if number >= 0 else "" for number in source.tolist()]
 
     def provenance(self, step: int, row: int) -> list[Span]:
         """Say which stretches of which documents stand in a row of a step, by column."""
-        if not 0 <= row < self.batch_size:
-            raise UserError(f"row {row}: expected 0 to {self.batch_size - 1}, since a batch has {self.batch_size} rows")
+        count, _ = self.shape(step)
+        if not 0 <= row < count:
+            raise UserError(f"row {row}: expected 0 to {count - 1}, since the batch has {count} rows")
         segments, _ = self._segments(step, slice(row, row + 1))
-        return self._spans(segments)
+        names = ("source", "doc", "start", "length", "column")
+        spans = zip(*(getattr(segments, name).tolist() for name in names), strict=True)
+        return [
+            Span(self.mixture.names[source], self.stores[source].ids[doc], doc, start, length, column)
+            for source, doc, start, length, column in spans
+        ]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Measure a step's whole batch.
+
+        Returns:
+            `pad_fraction`, the share of places without a target, and for each source `tokens/NAME`, its targets in
+            the batch, and `epoch/NAME`, its epochs done before the step.
+        """
+        segments, (rows, columns) = self._segments(step, None)
+        tokens = np.bincount(segments.source, weights=segments.length, minlength=len(self.stores))
+        names = self.mixture.names
+        found = {"pad_fraction": 1.0 - float(segments.length.sum()) / (rows * columns)}
+        found |= {f"tokens/{name}": float(count) for name, count in zip(names, tokens, strict=True)}
+        return found | {f"epoch/{name}": done for name, done in self.epochs(step).items()}
 
     def held_out(self) -> HeldOut:
         """Give the batches over documents that are never trained on; the same for every seed."""
@@ -224,83 +326,52 @@ class LMData:
 
         return Loader(self, step=step, sharding=sharding, prefetch=self.prefetch if prefetch is None else prefetch)
 
-    def _lengths(self, docs: np.ndarray) -> Int64[np.ndarray, " docs"]:
-        return self.store.docs["tokens"][docs]
+    def differences(self, saved: Mapping[str, Any], step: int, allow: Sequence[str] = ()) -> list[str]:
+        """Say what keeps these data from going on, at a step, where others with the settings `saved` stopped.
 
-    def _plan(self, epoch: int) -> tuple[Plan, np.ndarray]:
-        with self._lock:
-            found = self._plans.get(epoch)
-            if found is None:
-                docs = self._train[permutation(len(self._train), "documents", self.seed, epoch)]
-                plan = Plan.make(docs, self._lengths(docs), self.seq_len, self.pack)
-                found = plan, permutation(plan.num_rows, "rows", self.seed, epoch)
-                while len(self._plans) >= KEPT_PLANS:
-                    self._plans.pop(next(iter(self._plans)))
-                self._plans[epoch] = found
-            return found
+        Args:
+            saved: The settings of a state.
+            step: The step to go on with.
+            allow: Settings that may differ, beside those of the data: `mixture`, `batch_size`, `seq_len` and
+                `skip_steps` may differ from `step` on, others (`seed`, `pack`, ...) altogether: the data then go on
+                in an order that begins anew.
 
-    def _segments(self, step: int, rows: slice | None) -> tuple[Segments, int]:
-        if step < 0:
-            raise UserError(f"step {step}: expected 0 or more")
-        chosen = range(self.batch_size)[rows if rows is not None else slice(None)]
-        wanted = int(step) * self.batch_size + np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64)
-        if not len(wanted):
-            return Segments(*(np.zeros(0, np.int64) for _ in range(6))), 0
-        epochs, within = np.divmod(wanted, self.num_rows)
-        edges = [0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(wanted)]
-        parts = []
-        for begin, end in pairwise(edges):
-            plan, order = self._plan(int(epochs[begin]))
-            parts.append(plan.cut(order[within[begin:end]]))
-        return Segments.stack(parts, edges[:-1]), len(wanted)
+        Returns:
+            One line each; empty if nothing does.
+        """
+        from styrax.data.plan.changes import differences
 
-    def _fill(self, segments: Segments, rows: int) -> Batch:
-        starts = self.store.docs["start"]
-        return fill(segments, self.store.tokens, starts, (rows, self.seq_len), self._bos, self._pad)
+        return differences(self, saved, step, [*self.allow, *allow])
 
-    def _spans(self, segments: Segments) -> list[Span]:
-        columns = (segments.doc, segments.start, segments.length, segments.column)
-        spans = zip(*(column.tolist() for column in columns), strict=True)
-        return [Span(self.store.ids[doc], doc, start, length, column) for doc, start, length, column in spans]
+    def _lengths(self, source: int, docs: np.ndarray) -> Int64[np.ndarray, " docs"]:
+        return self.stores[source].docs["tokens"][docs]
 
-
-class HeldOut(Sequence[Batch]):
-    """The held-out batches, made when they are asked for; the last is padded with rows of mask 0.
-
-    Args:
-        data: Whose documents; they are packed as its training rows are, in the order of their hash.
-    """
-
-    def __init__(self, data: LMData):
-        self._data = data
-        docs = data.held_out_documents
-        self._plan = Plan.make(docs, data._lengths(docs), data.seq_len, data.pack)
-        self._count = -(-self._plan.num_rows // data.batch_size)
-        if data.max_held_out_batches is not None:
-            self._count = min(self._count, data.max_held_out_batches)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Batch]: ...
-    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
-        """Make one batch, or a list of them."""
-        if isinstance(index, slice):
-            return [self._batch(i) for i in range(len(self))[index]]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"held-out batch {index} of {len(self)}")
-        return self._batch(range(len(self))[index])
-
-    def _batch(self, number: int) -> Batch:
-        first = number * self._data.batch_size
-        rows = np.arange(first, min(first + self._data.batch_size, self._plan.num_rows))
-        return self._data._fill(self._plan.cut(rows), self._data.batch_size)
+    def _segments(self, step: int, rows: slice | None) -> tuple[Segments, tuple[int, int]]:
+        place = self._skips.data_step(_checked(step))
+        if self.num_steps is not None and step >= self.num_steps:
+            raise UserError(
+                f"step {step}: the data end after {self.num_steps} steps, when every source is at its max_epochs"
+            )
+        wanted = self.timeline.rows(place)
+        source, begin = (wanted.source, wanted.place) if rows is None else (wanted.source[rows], wanted.place[rows])
+        row = np.arange(len(source))
+        if len(self.lines) == 1 and (not len(source) or source[-1] >= 0):
+            parts = [(0, self.lines[0].cut(begin, wanted.width, row))] if len(source) else []
+        else:
+            parts = []
+            for number in np.unique(source[source >= 0]).tolist():
+                here = source == number
+                parts.append((number, self.lines[number].cut(begin[here], wanted.width, row[here])))
+        return Segments.merge(parts), (len(source), wanted.width)
 
 
-def _split(store: TokenStore, held_out: float) -> tuple[np.ndarray, np.ndarray]:
+def _checked(step: int) -> int:
+    if step < 0:
+        raise UserError(f"step {step}: expected 0 or more")
+    return int(step)
+
+
+def _split(store: Any, held_out: float) -> tuple[np.ndarray, np.ndarray]:
     """Divide the documents by the hash of their ids: training ones by index, held-out ones by hash."""
     hashes = store.docs["id_hash"]
     order = np.argsort(hashes, kind="stable")

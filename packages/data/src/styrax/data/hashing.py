@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxtyping import Int64
+    from jaxtyping import Int64, UInt64
 
 
 def hash64(purpose: str, text: str) -> int:
@@ -64,7 +64,11 @@ def permutation(n: int, *key: str | int) -> Int64[np.ndarray, " n"]:
         >>> permutation(5, "documents", 0, 0).tolist() == permutation(5, "documents", 0, 0).tolist()
         True
     """
+    return np.argsort(random_bits(n, *key), kind="stable")
+
+
+def random_bits(n: int, *key: str | int) -> UInt64[np.ndarray, " n"]:
+    """Draw `n` numbers of 64 random bits as the key says; see `permutation`."""
     text = json.dumps(key, separators=(",", ":"))
     seed = hashlib.blake2b(text.encode(), digest_size=16, person=b"styrax-order").digest()
-    bits = np.random.Philox(key=int.from_bytes(seed, "little")).random_raw(n)
-    return np.argsort(bits, kind="stable")
+    return np.random.Philox(key=int.from_bytes(seed, "little")).random_raw(n)

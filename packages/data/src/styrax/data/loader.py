@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from styrax.core.errors import UserError
@@ -13,29 +14,50 @@ from styrax.core.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 1
+    from styrax.data.sharded import Spec
+
+VERSION = 2
 CLOSE_SECONDS = 2.0
 
 
 class StepSource(Protocol):
-    """What a loader reads: `LMData`, or anything with these."""
+    """What a loader reads: `LMData`, `ArrayData`, or anything with these."""
 
-    fingerprint: str
-    batch_size: int
-    seq_len: int
+    @property
+    def fingerprint(self) -> str:
+        """Changes when batches would."""
+        ...
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """What the batches depend on, in JSON."""
         ...
 
+    @property
+    def num_steps(self) -> int | None:
+        """How many steps there are; `None` for no end."""
+        ...
+
+    @property
+    def specs(self) -> Sequence[Spec]:
+        """The specs of all steps, each once."""
+        ...
+
+    def spec(self, step: int) -> Spec:
+        """Shape and dtype of each array of a step's whole batch; needed for a sharding alone."""
+        ...
+
     def batch(self, step: int, rows: slice | None = None) -> dict[str, np.ndarray]:
         """Make rows of one step's batch."""
         ...
 
+    def differences(self, saved: Mapping[str, Any], step: int, allow: Sequence[str] = ()) -> list[str]:
+        """Say what keeps these data from going on, at a step, where others stopped."""
+        ...
+
 
 class Loader:
-    """Yields the batches of `data` from a step on, without end, the same whatever `prefetch` is.
+    """Yields the batches of `data` from a step on, the same whatever `prefetch` is.
 
     The state counts batches that were given out, not those prepared, and is one for all processes. When a
     batch cannot be made, the error is raised here, and again at every `next` until `seek` or `set_state`.
@@ -45,49 +67,80 @@ class Loader:
         step: The first step.
         sharding: A `jax.sharding.Sharding` of `[batch, seq]` for global arrays, or `None` for numpy.
         prefetch: Batches to prepare ahead; 0 makes each when it is asked for.
+        timeout: Seconds after which a batch that does not come is an error, for storage that hangs; `None` waits for
+            ever. Batches that are not prepared ahead are not watched.
 
     Raises:
         UserError: A negative step or prefetch, or a sharding that does not divide the batch.
     """
 
-    def __init__(self, data: StepSource, *, step: int = 0, sharding: Any = None, prefetch: int = 2):
+    def __init__(
+        self,
+        data: StepSource,
+        *,
+        step: int = 0,
+        sharding: Any = None,
+        prefetch: int = 2,
+        timeout: float | None = 600.0,
+    ):
         if prefetch < 0:
             raise UserError(f"prefetch = {prefetch}: expected 0 or more")
+        if timeout is not None and not timeout > 0:
+            raise UserError(f"timeout = {timeout}: expected seconds above 0, or None")
         self._data = data
         self._make: Callable[[int], Any] = data.batch
         if sharding is not None:
             from styrax.data.sharded import step_maker
 
             self._make = step_maker(data, sharding)
-        self._prefetch = prefetch
+        self._prefetch, self._timeout = prefetch, timeout
         self._ahead: _Ahead | None = None
         self._finalizer: weakref.finalize | None = None
         self._error: BaseException | None = None
         self._closed = False
         self._step = 0
+        #: Seconds that the last `next` waited for its batch.
+        self.wait_seconds = 0.0
         self.seek(step)
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        if self._closed:
+        if self._closed or self._at_end():
             raise StopIteration
         if self._error is not None:
             raise self._error
+        begin = time.perf_counter()
         try:
             if self._prefetch == 0:
                 batch = self._make(self._step)
             else:
                 if self._ahead is None:
-                    self._ahead = _Ahead(self._make, self._step, self._prefetch)
+                    self._ahead = _Ahead(self._make, self._step, self._data.num_steps, self._prefetch)
                     self._finalizer = weakref.finalize(self, _finish, self._ahead)
-                batch = self._ahead.take()
+                batch = self._ahead.take(self._timeout)
+        except _Late:
+            self._stop()
+            self._error = UserError(
+                f"the batch of step {self._step} did not come within {self._timeout:g} seconds: reading hangs, "
+                "or is too slow; check the storage that holds the data, or give the loader more time (timeout)"
+            )
+            raise self._error from None
         except Exception as error:
             self._error = error
             raise
         self._step += 1
+        self.wait_seconds = time.perf_counter() - begin
         return batch
+
+    @property
+    def specs(self) -> Sequence[Spec]:
+        """Shape and dtype of each array, for each shape of batch to come."""
+        return self._data.specs
+
+    def _at_end(self) -> bool:
+        return self._data.num_steps is not None and self._step >= self._data.num_steps
 
     def __enter__(self) -> Loader:
         return self
@@ -109,8 +162,15 @@ class Loader:
             "settings": dict(self._data.settings),
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Any], *, allow: Sequence[str] = ()) -> None:
         """Go to a position that `get_state` gave.
+
+        Args:
+            state: The position.
+            allow: Settings that may differ from those that the state was saved with. Of `LMData`, `mixture`,
+                `batch_size`, `seq_len` and `skip_steps` may differ from this step on, so that no row is repeated or
+                left out by mistake; after a change of any other, such as `seed`, the data go on in an order that
+                begins anew.
 
         Raises:
             UserError: It is no such state, or belongs to other data; the message shows what differs.
@@ -124,7 +184,17 @@ class Loader:
                 "another version of styrax-data saved it; upgrade, or start the data anew with seek(step)"
             )
         if state.get("fingerprint") != self._data.fingerprint:
-            raise UserError(_difference(state, self._data))
+            saved = state.get("settings")
+            if not isinstance(saved, Mapping):
+                raise UserError(f"expected a data state with the 'settings' behind its fingerprint, got {state!r}")
+            problems = self._data.differences(saved, step, allow)
+            if problems:
+                raise UserError(
+                    "the data differ from those that the state was saved with:\n"
+                    + "\n".join(f"  - {problem}" for problem in problems)
+                    + "\nto go on exactly, restore these settings; to change the data from here on, name what may "
+                    "differ (allow); to go on with other data, use seek(step)"
+                )
         self.seek(step)
 
     def seek(self, step: int) -> None:
@@ -157,22 +227,27 @@ class Loader:
         return ahead
 
 
+class _Late(Exception):
+    """A batch that did not come in time."""
+
+
 class _Ahead:
     """A thread that makes batches into a bounded queue; it never holds the loader, so that can be freed."""
 
-    def __init__(self, make: Callable[[int], Any], step: int, depth: int):
+    def __init__(self, make: Callable[[int], Any], step: int, end: int | None, depth: int):
         self._ready: deque[Any] = deque()
         self._change = threading.Condition()
         self._stopped = False
         self._depth = depth
         self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(make, step), name="styrax-data", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make, step, end), name="styrax-data", daemon=True)
         self._thread.start()
 
-    def take(self) -> Any:
+    def take(self, seconds: float | None) -> Any:
         """Wait for the next batch, or raise what stopped them."""
         with self._change:
-            self._change.wait_for(lambda: self._ready or self._failed or self._stopped)
+            if not self._change.wait_for(lambda: self._ready or self._failed or self._stopped, seconds):
+                raise _Late
             if self._ready:
                 batch = self._ready.popleft()
                 self._change.notify_all()
@@ -193,8 +268,8 @@ class _Ahead:
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
-    def _run(self, make: Callable[[int], Any], step: int) -> None:
-        while True:
+    def _run(self, make: Callable[[int], Any], step: int, end: int | None) -> None:
+        while end is None or step < end:
             with self._change:
                 self._change.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
                 if self._stopped:
@@ -219,22 +294,3 @@ def _finish(ahead: _Ahead) -> None:
     """Stop a thread whose loader was freed, or at the end of the process."""
     ahead.stop()
     ahead.join(CLOSE_SECONDS)
-
-
-def _difference(state: Mapping[str, Any], data: StepSource) -> str:
-    """Show how the data of a state and the data at hand differ."""
-    saved, here = state.get("settings"), dict(data.settings)
-    lines = []
-    if isinstance(saved, Mapping):
-        lines = [
-            f"  - {name}: saved with {saved.get(name)!r}, now {here.get(name)!r}"
-            for name in sorted({*saved, *here})
-            if saved.get(name) != here.get(name)
-        ]
-    if not lines:
-        lines = [f"  - fingerprint: saved with {state.get('fingerprint')!r}, now {data.fingerprint!r}"]
-    return (
-        "the data differ from those that the state was saved with:\n"
-        + "\n".join(lines)
-        + "\nto go on exactly, restore these settings; to go on with the new data, use seek(step)"
-    )

@@ -140,6 +140,11 @@ class ByteTokenizer:
         """For each id, how many bytes of text it stands for."""
         return self._table.lengths
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens by their text: none, since its own have no text."""
+        return {}
+
     def encode(self, text: str) -> list[int]:
         """Turn text into ids, with no special ids added."""
         return list(text.encode())

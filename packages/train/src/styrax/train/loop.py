@@ -16,15 +16,16 @@ import numpy as np
 import optax
 from flax import nnx
 
-from styrax.core import UserError, tree
+from styrax.core import UserError
 from styrax.core.mesh import DEFAULT_RULES
+from styrax.train.compiled import CompiledStep
 from styrax.train.evaluate import HeldOut, evaluator
 from styrax.train.hooks import Hook
 from styrax.train.interrupts import Interrupts
 from styrax.train.loss import next_token_loss
 from styrax.train.shardings import batch_sharding, batch_shards, state_shardings
 from styrax.train.snapshot import newest, restore, save
-from styrax.train.step import Loss, Metrics, TrainState, check_batch, init_state, make_step, split_model
+from styrax.train.step import Loss, Metrics, TrainState, init_state, make_step, split_model
 
 if TYPE_CHECKING:
     from styrax.core.protocols import Checkpointer, Tracker
@@ -144,7 +145,14 @@ def fit(
         place = _placer(mesh, rules)
         evaluate = evaluator(graphdef, loss) if held_out else None
         ledger = Ledger(tracker, hooks, log_every, steps)
-        step_fn, result, step, saved = None, None, start, start if latest is not None else -1
+        result, step, saved = None, start, start if latest is not None else -1
+        step_fn = CompiledStep(
+            make_step(graphdef, tx, loss, accumulate=accumulate, metrics=metrics),
+            accumulate=accumulate,
+            shards=batch_shards(mesh, rules) if mesh is not None else 1,
+            announced=getattr(data, "specs", ()),
+            hooks=hooks,
+        )
 
         while step < steps and interrupts.received is None:
             batch = next(stream, None)
@@ -153,11 +161,7 @@ def fit(
                     f"the data ended after {step} of {steps} steps; repeat it, or ask for at most {step} steps"
                 )
             batch = place(batch)
-            if step_fn is None:
-                check_batch(batch, accumulate, batch_shards(mesh, rules) if mesh is not None else 1)
-                raw = make_step(graphdef, tx, loss, accumulate=accumulate, metrics=metrics)
-                step_fn = _compile(raw, state, batch, hooks)
-            state, report = _call(step_fn, state, batch, step)
+            state, report = step_fn(state, batch, step)
             step += 1
             ledger.add(step, report)
             last = step == steps or interrupts.received is not None
@@ -282,26 +286,6 @@ def _placer(mesh: jax.sharding.Mesh | None, rules: Mapping[str, tuple[str, ...]]
         return jax.make_array_from_process_local_data(wanted, np.asarray(x))
 
     return lambda batch: jax.tree.map(place, batch)
-
-
-def _compile(raw: Callable[..., Any], state: TrainState, batch: Any, hooks: Sequence[Hook]) -> Any:
-    _tell(hooks, "on_compile", None)
-    begin = time.perf_counter()
-    where = jax.tree.map(lambda x: x.sharding, state)
-    compiled = jax.jit(raw, donate_argnums=0, out_shardings=(where, None)).lower(state, batch).compile()
-    _tell(hooks, "on_compile", time.perf_counter() - begin)
-    return compiled
-
-
-def _call(step_fn: Any, state: TrainState, batch: Any, step: int) -> tuple[TrainState, dict[str, Any]]:
-    try:
-        return step_fn(state, batch)
-    except TypeError as error:
-        shapes = {path: (tuple(x.shape), str(x.dtype)) for path, x in tree.flatten(batch).items()}
-        raise UserError(
-            f"batch {step} does not have the shapes and dtypes that the step was compiled for; got {shapes}. "
-            "Batches must all be alike: drop or pad the last one"
-        ) from error
 
 
 def _held_out_metrics(result: HeldOut) -> dict[str, float]:

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from styrax.core.trackers import Jsonl
 from styrax.train.baselines import Bigram, counted_pairs, gzip_bits_per_byte
 from styrax.train.compose import Parts, compose, make_dataset, prompt_ids
 from styrax.train.display import Display, EventLog
+from styrax.train.hooks import Hook
 from styrax.train.loop import FitResult, count_parameters, fit
 from styrax.train.report import rows, write_report
 from styrax.train.rundir import RunDir, versions, write_atomic
@@ -73,7 +74,7 @@ def train(resolved: Resolved, folder: RunDir, *, quiet: bool = False) -> Outcome
 
     Args:
         resolved: The configuration.
-        folder: The run; its config.toml is written here, after the first thing that can fail.
+        folder: The run; its config.toml is written here, after everything that a wrong configuration makes fail.
         quiet: Print nothing.
     """
     console = Console(quiet=quiet)
@@ -83,11 +84,10 @@ def train(resolved: Resolved, folder: RunDir, *, quiet: bool = False) -> Outcome
         keep_freed_memory()
         dataset = make_dataset(resolved, progress=None if quiet else progress_bar(console))
         parts = compose(resolved, dataset)
-        check_batch(dataset.batch(0), config.accumulate, 1 if parts.mesh is None else batch_shards(parts.mesh))
+        shards = 1 if parts.mesh is None else batch_shards(parts.mesh)
+        for batch in announced(dataset):
+            check_batch(batch, config.accumulate, shards)
         with resolved.sections["checkpoint"].build(folder.checkpoints) as checkpointer:
-            write_atomic(folder.config, resolved.to_toml())
-            folder.record_versions()
-            folder.save_tokenizer(dataset.tokenizer)
             introduce(console, folder, parts, resolved)
             sharding = batch_sharding(parts.mesh) if parts.mesh is not None else None
             loader = dataset.loader(sharding=sharding)
@@ -112,7 +112,7 @@ def train(resolved: Resolved, folder: RunDir, *, quiet: bool = False) -> Outcome
                     held_out=dataset.held_out(),
                     token_bytes=dataset.token_bytes,
                     eval_every=config.eval_every or None,
-                    hooks=(EventLog(folder), display),
+                    hooks=(Begin(folder, resolved, dataset.tokenizer), EventLog(folder), display),
                 )
             finally:
                 display.close()
@@ -125,6 +125,27 @@ def train(resolved: Resolved, folder: RunDir, *, quiet: bool = False) -> Outcome
                 result.interrupted,
             )
         return Outcome(finish(console, folder, resolved, dataset, result), None)
+
+
+class Begin(Hook):
+    """Write what the folder says of the run, once the newest checkpoint was found to belong to it."""
+
+    def __init__(self, folder: RunDir, resolved: Resolved, tokenizer: Any) -> None:
+        self._folder, self._resolved, self._tokenizer = folder, resolved, tokenizer
+
+    def on_start(self, step: int, steps: int, resumed: bool) -> None:
+        """Write it."""
+        write_atomic(self._folder.config, self._resolved.to_toml())
+        self._folder.record_versions()
+        self._folder.save_tokenizer(self._tokenizer)
+
+
+def announced(dataset: Any) -> list[Mapping[str, Any]]:
+    """Every shape of batch that the data will give: as they say, or else the first batch's."""
+    specs = getattr(dataset, "specs", None)
+    if specs is None:
+        return [dataset.batch(0)]
+    return [{name: jax.ShapeDtypeStruct(*spec) for name, spec in each.items()} for each in specs]
 
 
 def finish(console: Console, folder: RunDir, resolved: Resolved, dataset: Any, result: FitResult) -> dict[str, Any]:

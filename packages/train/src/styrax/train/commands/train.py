@@ -23,6 +23,7 @@ FREE = (
     "checkpoint.",
     "mesh.",
     "data.prefetch",
+    "data.allow_changes",
 )
 """Keys that may change when a run is resumed: none of them changes what an update does to the parameters,
 except train.steps, which stretches the schedule and is the way to ask for more."""
@@ -64,12 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 def check_same(old: Resolved, new: Resolved, folder: RunDir) -> None:
     """Refuse to resume with a configuration under which the run would have gone another way."""
+    # What the data allow by name they check themselves, against the step that the run has reached.
+    free = (*FREE, "data.") if getattr(new.sections["data"], "allow_changes", ()) else FREE
     before, after = flat(old.to_dict()), flat(new.to_dict())
     changed = sorted(
         key
         for key in before.keys() | after.keys()
         if before.get(key) != after.get(key)
-        and not any(key == f or (f[-1] in "._" and key.startswith(f)) for f in FREE)
+        and not any(key == f or (f[-1] in "._" and key.startswith(f)) for f in free)
     )
     if changed:
         rows = [f"  {k}: the run has {before.get(k)!r}, asked for {after.get(k)!r}" for k in changed]

@@ -1,4 +1,4 @@
-"""From what a user names (files, folders, globs, `python:stdlib`) to a sorted list of text documents."""
+"""From what a user names (files, folders, globs, `python:stdlib`) to a sorted list of files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import glob
 import os
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from styrax.core.errors import UserError, nearest
+from styrax.data.build.records import Errors
 from styrax.data.hashing import hash64
-
-Errors = Literal["raise", "replace", "skip"]
 
 STDLIB = "python:stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -21,23 +19,25 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 
 @dataclass(frozen=True)
 class Document:
-    """One text file.
+    """One file: a text, or a table of records.
 
     Attributes:
         id: Its path below the folder that was named, that folder's own name first; the same on any machine.
         path: Where it is.
         size: Bytes.
         errors: What to do where it is not UTF-8, if its source decides that.
+        mtime_ns: When it was last changed, in nanoseconds.
     """
 
     id: str
     path: Path
     size: int
     errors: Errors | None = None
+    mtime_ns: int = 0
 
 
 def find_documents(sources: Sequence[str | Path], *, max_bytes: int | None = None) -> list[Document]:
-    """List the documents of all sources, sorted by id.
+    """List the files of all sources, sorted by id.
 
     Args:
         sources: Files, folders (every file below, except hidden ones), globs (`corpus/**/*.txt`), or
@@ -65,7 +65,7 @@ def find_documents(sources: Sequence[str | Path], *, max_bytes: int | None = Non
             while name in found:
                 again += 1
                 name = f"{document.id}@{again}"
-            found[name] = Document(name, document.path, document.size, document.errors)
+            found[name] = replace(document, id=name)
     if not sources:
         problems.append("no source was given")
     if problems:
@@ -76,72 +76,6 @@ def find_documents(sources: Sequence[str | Path], *, max_bytes: int | None = Non
         )
     documents = [found[name] for name in sorted(found)]
     return documents if max_bytes is None else _subset(documents, max_bytes)
-
-
-def read_text(document: Document, content: bytes, errors: Errors) -> str | None:
-    """Decode one document, keeping line ends as they are.
-
-    Args:
-        document: What is decoded.
-        content: Its bytes.
-        errors: `raise`, `replace` (by U+FFFD) or `skip` when it is not UTF-8.
-
-    Returns:
-        The text, or `None` for a document to skip.
-
-    Raises:
-        UserError: It is not UTF-8; the message gives the byte offset.
-    """
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        errors = document.errors or errors
-        if errors == "skip":
-            return None
-        if errors == "replace":
-            return content.decode(errors="replace")
-        raise UserError(
-            f"{document.path} is not UTF-8 at byte offset {error.start}: expected text, got "
-            f"{content[error.start : error.start + 4].hex(' ')} ({error.reason}); convert the file, leave it "
-            "out with a glob, or pass errors 'replace' or 'skip'"
-        ) from None
-
-
-def read_bytes(document: Document) -> bytes:
-    """Read one document's bytes.
-
-    Raises:
-        UserError: It cannot be read.
-    """
-    try:
-        return document.path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {document.path}: {error.strerror or error}; nothing was built") from error
-
-
-def split_text(name: str, text: str, separator: str | None) -> Iterator[tuple[str, str]]:
-    """Cut a text after each separator; the pieces joined are the text.
-
-    Args:
-        name: The id of the whole.
-        text: What is cut.
-        separator: Where to cut, or `None` not to.
-
-    Yields:
-        Id and text of each piece that is not empty; with a separator ids end in `#0`, `#1`, ...
-
-    Example:
-        >>> list(split_text("a", "x--y", "--"))
-        [('a#0', 'x--'), ('a#1', 'y')]
-    """
-    if separator is None:
-        if text:
-            yield name, text
-        return
-    parts = text.split(separator)
-    pieces = [part + separator for part in parts[:-1]] + parts[-1:]
-    for index, piece in enumerate(piece for piece in pieces if piece):
-        yield f"{name}#{index}", piece
 
 
 def _expand(source: str, problems: list[str]) -> list[Document]:
@@ -189,7 +123,8 @@ def _documents(folder: Path, root: str, files: Iterable[Path], errors: Errors | 
         name = f"{root}/{relative}" if root else relative
         name = os.fsencode(name).decode(errors="backslashreplace")
         if file.is_file():
-            documents.append(Document(name, file, file.stat().st_size, errors))
+            about = file.stat()
+            documents.append(Document(name, file, about.st_size, errors, about.st_mtime_ns))
     return documents
 
 
