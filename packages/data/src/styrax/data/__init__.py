@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from styrax.data.build.decontaminate import Decontaminator
     from styrax.data.build.minhash import MinHash
     from styrax.data.build.sources import Document, find_documents
+    from styrax.data.chat import ChatEncoder, ChatTemplate, PreferenceData, build_chat_store, build_preference_store
     from styrax.data.config import MixtureConfig, TokensConfig
     from styrax.data.dataset import LMData, Span
     from styrax.data.grain_guard import iterate, window_shuffle
@@ -30,6 +31,8 @@ __all__ = [
     "ArrayData",
     "BPETokenizer",
     "ByteTokenizer",
+    "ChatEncoder",
+    "ChatTemplate",
     "Decontaminator",
     "Document",
     "LMData",
@@ -38,6 +41,7 @@ __all__ = [
     "MinHash",
     "Mixture",
     "MixtureConfig",
+    "PreferenceData",
     "Quarantine",
     "Records",
     "RemoteStore",
@@ -45,6 +49,8 @@ __all__ = [
     "StoreWriter",
     "TokenStore",
     "TokensConfig",
+    "build_chat_store",
+    "build_preference_store",
     "build_store",
     "copy_store",
     "diff_stores",
@@ -66,6 +72,8 @@ __getattr__, __dir__ = lazy_exports(
         "ArrayData": "arrays",
         "BPETokenizer": "bpe",
         "ByteTokenizer": "tokenizer",
+        "ChatEncoder": "chat",
+        "ChatTemplate": "chat",
         "Decontaminator": "build.decontaminate",
         "Document": "build.sources",
         "LMData": "dataset",
@@ -74,6 +82,7 @@ __getattr__, __dir__ = lazy_exports(
         "MinHash": "build.minhash",
         "Mixture": "plan.mixture",
         "MixtureConfig": "config",
+        "PreferenceData": "chat",
         "Quarantine": "build",
         "Records": "build",
         "RemoteStore": "store.remote",
@@ -81,6 +90,8 @@ __getattr__, __dir__ = lazy_exports(
         "StoreWriter": "build",
         "TokenStore": "store",
         "TokensConfig": "config",
+        "build_chat_store": "chat",
+        "build_preference_store": "chat",
         "build_store": "build",
         "copy_store": "store.copy",
         "diff_stores": "store.diff",

@@ -8,7 +8,7 @@ from typing import Any
 
 HELP = "build, inspect, measure, compare and verify token stores"
 
-SUBCOMMANDS = ("build", "inspect", "stats", "provenance", "verify", "merge", "diff")
+SUBCOMMANDS = ("build", "chat", "inspect", "stats", "provenance", "verify", "merge", "diff")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
