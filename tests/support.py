@@ -26,8 +26,7 @@ TINY = {
     "checkpoint.every": 5,
     "train.steps": 20,
     "train.eval_every": 10,
-    "train.sample_prompt": '"def "',
-    "train.sample_tokens": 8,
+    "train.baselines": "false",
 }
 
 

@@ -52,6 +52,16 @@ def test_missing_text_names_the_source(styrax):
     assert "nowhere/*.txt" in said
 
 
+def test_a_run_without_held_out_text_has_a_report_without_it(styrax):
+    config = styrax.config(data__held_out=0, train__steps=2, train__eval_every=1, train__baselines="true")
+    done = styrax("train", config, "--run", "a run [bold]", "--json")
+    summary = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert summary["step"] == 2 and summary["tokens_seen"] > 0
+    unknown = ("held_out_loss", "held_out_bits_per_byte", "gzip_bits_per_byte", "bigram_bits_per_byte")
+    assert [summary[name] for name in unknown] == [None] * 4
+    assert (styrax.folder / "a run [bold]" / "report.html").is_file()
+
+
 def test_a_run_of_another_configuration_is_refused_and_stays_usable(styrax):
     config = styrax.config(train__steps=4, checkpoint__every=2)
     styrax("train", config, "--run", "run")
@@ -112,7 +122,7 @@ def test_a_mesh_that_does_not_divide_the_batch(styrax):
 
 
 def test_accumulation_that_does_not_divide_the_batch(styrax):
-    said = styrax.fails("train", styrax.config(), "--run", "run", "train.accumulate=3")
+    said = styrax.fails("train", styrax.config(), "--run", "run", "train.accumulate=3", code=2)
     assert "train.accumulate=3" in said
 
 

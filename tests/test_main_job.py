@@ -10,7 +10,8 @@ from support import arrays, assert_same_run, lines
 
 def test_train_resume_generate_report(styrax):
     run = styrax.folder / "run"
-    done = styrax("train", styrax.config(), "--run", run)
+    config = styrax.config(train__sample_prompt='"def "', train__sample_tokens=8, train__baselines="true")
+    done = styrax("train", config, "--run", run)
     for text in ("held-out text, this run", "bits per byte", "styrax generate", "report.html"):
         assert text in done.stdout
     metrics = lines(run)
@@ -24,7 +25,7 @@ def test_train_resume_generate_report(styrax):
     assert "gzip -9" in page
     assert "bigram" in page
 
-    again = styrax("train", styrax.config(), "--run", run, "--json")
+    again = styrax("train", config, "--run", run, "--json")
     assert json.loads(again.stdout)["step"] == 20
     assert lines(run) == metrics
 

@@ -76,6 +76,56 @@ def test_verify(directory, styrax):
     assert styrax("verify", directory, 5)[0] == 0
 
 
+def test_the_folder_of_a_run_is_as_good(directory, styrax, tmp_path):
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    directory.rename(run / "checkpoints")
+    assert styrax("verify", run) == (0, "         5  ok\n        10  ok\n")
+    assert styrax("list", run) == styrax("ls", run / "checkpoints")
+    assert styrax("show", run)[1].startswith("step 10, ")
+
+
+def test_verify_of_nothing_is_no_success(styrax, tmp_path):
+    assert styrax("verify", tmp_path) == (1, f"no checkpoints in {tmp_path}\n")
+    assert styrax("verify", tmp_path, "--json") == (1, "[]\n")
+
+
+def test_steps_without_a_manifest_are_named(directory, styrax):
+    (directory / "00000010/MANIFEST.json").unlink()
+    code, text = styrax("verify", directory)
+    assert code == 1 and "5  ok\n        10  damaged\n" in text
+    assert "MANIFEST.json: missing, so this is no complete checkpoint" in text
+    assert styrax("verify", directory, 10)[0] == 1
+    assert "10  MANIFEST.json: missing" in styrax("list", directory)[1]
+    assert styrax("show", directory)[1].startswith("step 5, ")
+    with pytest.raises(CheckpointError, match=r"MANIFEST\.json: missing"):
+        styrax("show", directory, 10)
+    (directory / "00000005/MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match="that is complete; incomplete: 5, 10"):
+        styrax("show", directory)
+
+
+def test_a_run_does_not_pass_over_steps_without_a_manifest_in_silence(directory):
+    (directory / "00000010/MANIFEST.json").unlink()
+    with CheckpointConfig().build(directory) as store:
+        with pytest.warns(match=r"step 10 .*damaged:\n  MANIFEST.json: missing.*taking the next older one"):
+            assert store.latest() == 5
+        assert store.steps() == [5]
+    (directory / "00000005/MANIFEST.json").unlink()
+    with CheckpointConfig().build(directory) as store:
+        with pytest.raises(CheckpointError, match=r"all 2 checkpoints in .* are damaged"), pytest.warns():
+            store.latest()
+        store.save(10, {"run": {"step": 10}})  # only who says so replaces it
+        store.wait()
+        assert store.latest() == 10
+
+
+def test_a_second_writer_is_told_in_the_words_of_the_command_line(directory):
+    with CheckpointConfig().build(directory), pytest.raises(CheckpointError, match=r"choose another folder$") as caught:
+        CheckpointConfig().build(directory)
+    assert "read_only" not in str(caught.value)
+
+
 def test_errors(directory, styrax, tmp_path):
     for action in ("ls", "show", "verify"):
         with pytest.raises(CheckpointError, match="is not a folder"):

@@ -120,6 +120,7 @@ TINY = Recipe(name="fake-tiny", path=Path(__file__).with_name("tiny.toml"), doc=
 
 HELLO = """
 import os
+import warnings
 
 HELP = "say hello"
 
@@ -136,6 +137,11 @@ def run(args):
         raise UserError("the disk is round\\n  make it flat")
     if args.fail == "bug":
         raise KeyError("oops")
+    if args.fail == "warn":
+        warnings.simplefilter("always")
+        warnings.warn("step 5 is damaged:\\n  x; taking step 4")
+    if args.fail == "stopped":
+        raise KeyboardInterrupt("SIGTERM before it began")
     if args.fail == "interrupt":
         raise KeyboardInterrupt
     if args.fail.startswith("os"):

@@ -1,6 +1,7 @@
 import errno
 import json
 import re
+import warnings
 
 import pytest
 
@@ -133,6 +134,37 @@ def test_a_reader_that_leaves_is_no_error(styrax):
     done = styrax("fake-hello", code=f"{code}; sys.exit(main(sys.argv[1:]))")  # a full disk while flushing
     assert done.err.startswith("error: No space left on device")
     assert (done.code, len(done.err.splitlines())) == (1, 1)
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0 1 2"])
+def test_channels_that_the_shell_closed(styrax, tmp_path, closed):
+    code = f"""
+import os, sys
+for number in map(int, {closed.split()!r}):
+    os.close(number)
+    setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+from styrax.core.cli import main
+codes = [main(["fake-hello"]), main(["fake-hello", "--fail=user"]), main(["--help"])]
+number = os.open({str(tmp_path / "file")!r}, os.O_CREAT)
+os._exit(0 if codes == [0, 1, 0] and number > 2 else 3)
+"""
+    done = styrax(code=code)
+    assert done.code == 0, done.err
+    assert "AttributeError" not in done.err
+
+
+def test_a_warning_is_one_line_for_a_user(fake, capsys, monkeypatch):
+    before = warnings.showwarning
+    code, out, err = run(capsys, "fake-hello", "--fail", "warn")
+    assert (code, out) == (0, "hello\n")
+    assert err == "warning: step 5 is damaged: x; taking step 4\n"
+    assert warnings.showwarning is before
+    monkeypatch.setenv("STYRAX_DEBUG", "1")
+    assert "UserWarning" in run(capsys, "fake-hello", "--fail", "warn")[2]
+
+
+def test_an_interruption_can_say_what_it_means(fake, capsys):
+    assert run(capsys, "fake-hello", "--fail", "stopped") == (130, "", "error: SIGTERM before it began\n")
 
 
 def test_version(capsys):

@@ -1,14 +1,16 @@
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from styrax.core import UsageError
-from styrax.core.config import Resolved, build, parse
+from styrax.core.config import NonNegativeFloat, Positive, PositiveFloat, Resolved, Schema, Seed, build, check, parse
 from styrax.core.config import toml as toml_module
 from styrax.core.config.toml import Bare, dumps, override
 from styrax.core.config.types import words
@@ -142,14 +144,14 @@ def configs(fake) -> st.SearchStrategy:
     wsd = st.builds(fake.WSD, warmup=st.integers(0, 9), decay=fraction)
     schedule = st.one_of(cosine, wsd)
     text = st.text(st.characters(codec="utf-8"), max_size=5)
-    below_one = st.floats(max_value=1, exclude_max=True, allow_nan=False)
+    below_one = st.floats(max_value=1, exclude_max=True, allow_nan=False, allow_infinity=False)
     sgd = st.builds(
         fake.Sgd,
-        rate=st.floats(0, exclude_min=True, allow_infinity=True),
+        rate=st.floats(0, exclude_min=True, allow_infinity=False),
         betas=st.tuples(below_one, below_one),
         schedule=schedule,
         clip=st.none() | st.floats(1, 2),
-        groups=st.dictionaries(text, st.floats(allow_nan=False)),
+        groups=st.dictionaries(text, st.floats(allow_nan=False, allow_infinity=False)),
         stages=st.lists(schedule, max_size=2).map(tuple),
     )
     run = st.builds(
@@ -241,3 +243,75 @@ def test_build_alone(fake):
     assert errors(build, fake.Sgd, {"schedule": 3}, "optim") == [
         'optim.schedule: expected table with kind = "cosine" or table with kind = "wsd", got 3'
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numbers:
+    count: Positive = 1
+    seed: Seed = 0
+    rate: NonNegativeFloat | None = 0.0
+    plain: float = 0.0
+    many: tuple[float, ...] = ()
+    table: dict[str, PositiveFloat] = dataclasses.field(default_factory=dict)
+    anything: Any = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Named:
+    name: str
+    folder: Path
+
+
+TOO_FAR = [
+    "count: expected integer >= 1, got an integer of 64 bits: 64 are the most",
+    "seed: expected integer >= 0, <= 4294967295, got 4294967296",
+    'rate: expected number >= 0.0 or "none", got inf: numbers must be finite',
+    "plain: expected number, got nan: numbers must be finite",
+    "many[1]: expected number, got -inf: numbers must be finite",
+    "table.x: expected number > 0.0, got inf: numbers must be finite",
+]
+
+
+def test_no_number_is_infinite_or_longer_than_64_bits_in_a_file_or_in_python():
+    inf = float("inf")
+    tree = parse(
+        "count = 0x8000_0000_0000_0000\nseed = 4294967296\nrate = inf\nplain = nan\nmany = [1.0, -inf]\ntable.x = inf",
+        "",
+    )
+    assert errors(build, Numbers, tree) == TOO_FAR
+    given = {"rate": inf, "plain": float("nan"), "many": (1.0, -inf), "table": {"x": inf}}
+    assert errors(Numbers, count=2**63, seed=2**32, **given) == TOO_FAR
+    assert Numbers(anything=inf, rate=None, count=2**63 - 1, seed=2**32 - 1).anything == inf
+    assert errors(parse, "x = " + "9" * 5000, "f.toml") == [
+        "f.toml: an integer has thousands of digits; 64 bits are the most"
+    ]
+
+
+def test_python_values_are_held_to_the_annotations():
+    assert errors(Numbers, count="x", rate=-1) == [
+        'count: expected integer >= 1, got "x"',
+        'rate: expected number >= 0.0 or "none", got -1',
+    ]
+    numbers = Numbers(count=np.int32(3), rate=np.float32(0.5), many=(np.float64(1), 2))  # pyright: ignore[reportArgumentType]
+    assert build(Numbers, dataclasses.asdict(numbers)) == numbers
+    assert build(Named, {"name": Path("a/b"), "folder": Path("c")}) == Named(name="a/b", folder=Path("c"))
+
+
+def test_bytes_that_are_no_text_are_refused():
+    assert errors(override, {}, ["a=\udcff", "b\udcff=1"]) == [
+        r"'a=\udcff' is not UTF-8 text; write it in UTF-8",
+        r"'b\udcff=1' is not UTF-8 text; write it in UTF-8",
+    ]
+
+
+def test_sections_that_do_not_fit_together_are_told_when_asked():
+    schema = Schema(
+        sections={"one": Numbers, "other": Numbers},
+        misfits=lambda sections: [f"{name}.count is not 1" for name, each in sections.items() if each.count != 1],
+    )
+    assert schema.resolve({}).check().sections["one"] == Numbers()
+    resolved = schema.resolve({"one": {"count": 2}, "other": {"count": 3}})
+    assert errors(resolved.check) == ["one.count is not 1", "other.count is not 1"]

@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from styrax.core import cli
 from styrax.core.commands import conflicts, doctor
 
 
@@ -60,3 +61,9 @@ def test_conflicts():
         'jax 0.12.0 needs jaxlib>=0.12.0,<=0.12.0, but 0.10.2 is installed: pip install "jaxlib>=0.12.0,<=0.12.0"',
         "jax-cuda12-plugin 0.10.1 and jaxlib 0.10.2 differ: pip install jax-cuda12-plugin==0.10.2",
     ]
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "1e9"])
+def test_a_timeout_that_is_none(capsys, seconds):
+    assert cli.main(["doctor", f"--timeout={seconds}"]) == 2
+    assert "--timeout: expected seconds, more than 0" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from styrax.core import DEFAULT_RULES, MeshConfig, UserError
-from styrax.core.mesh import shardings, spec
+from styrax.core.mesh import idle_axes, shardings, spec
 
 EIGHT = MeshConfig(axes={"data": 2, "fsdp": 2, "tensor": 2}).abstract(8)
 
@@ -46,6 +46,23 @@ def test_bad_axes_are_all_named():
     ]
     with pytest.raises(ValueError, match="axes is empty"):
         MeshConfig(axes={})
+
+
+def test_values_from_python_are_checked():
+    with pytest.raises(UserError, match=r'^axes.data: expected integer, got 2.5\n.*fsdp: expected integer, got "2"$'):
+        MeshConfig(axes={"data": 2.5, "fsdp": "2"})  # pyright: ignore[reportArgumentType]
+
+
+def test_an_axis_that_no_rule_uses_is_named():
+    assert idle_axes(name for rule in DEFAULT_RULES.values() for name in rule) == []
+    assert idle_axes(["data", "dta", "stage"]) == [
+        f"{name}: no rule splits anything over this mesh axis{hint}; the axes with rules are "
+        "data, fsdp, context, tensor"
+        for name, hint in (("dta", " (did you mean 'data'?)"), ("stage", ""))
+    ]
+    assert idle_axes(["stage", "data"], {"layers": ("stage",)}) == [
+        "data: no rule splits anything over this mesh axis; the axes with rules are stage"
+    ]
 
 
 @given(st.lists(st.sampled_from([*DEFAULT_RULES, None]), max_size=4))

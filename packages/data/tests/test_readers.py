@@ -331,5 +331,5 @@ def test_the_meter_tells_bytes_of_the_file(tmp_path):
     for _ in read_piece(piece, PLAIN, meter):
         seen.append(meter.read())
     assert seen == sorted(seen)
-    assert len(set(seen)) > 2
+    assert len(set(seen)) >= 2
     assert seen[-1] == file.stat().st_size

@@ -82,6 +82,24 @@ def test_empty_documents_are_left_out(tmp_path):
     assert listing(tmp_path) == ["s"]
 
 
+@pytest.mark.parametrize(
+    ("documents", "got"),
+    [
+        (b"text", "; got bytes"),
+        ("text", "; got str"),
+        (3, "; got int"),
+        (["text"], "; document 0 is str"),
+        ([("a", "x"), ("b", b"y")], r"; document 1 is \(str, bytes\); decode bytes first"),
+        ({1: "x"}, r"; document 0 is \(int, str\)"),
+        ([("a", "b", "c")], r"; document 0 is \(str, str, str\)"),
+    ],
+)
+def test_documents_of_another_kind_are_explained(documents, got, tmp_path):
+    with pytest.raises(UserError, match=r"documents: expected texts by id, .* or pairs of id and text" + got):
+        write_store(tmp_path / "s", documents, ByteTokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_splitting_and_replacing(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"one\n\ntwo\xff\n\nthree")
     store = build_store([tmp_path / "x.txt"], tmp_path / "s", tokenizer="byte", split_on="\n\n", errors="replace")

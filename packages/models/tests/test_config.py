@@ -50,7 +50,8 @@ def test_defaults_follow_other_fields():
         ({"embed_dim": 20, "num_heads": 4}, ["embed_dim / num_heads: expected an even number"]),
         ({"head_dim": 7}, ["head_dim: expected an even number (rotary positions), got 7"]),
         ({"dropout": 1.0}, ["dropout: expected 0 <= dropout < 1, got 1.0"]),
-        ({"num_layers": 0, "max_len": -1, "dropout": 2.0}, ["num_layers: expected 1", "max_len: exp", "dropout: "]),
+        ({"num_layers": 0, "max_len": -1, "dropout": 2.0}, ["num_layers: exp", "dropout: ", "max_len: exp"]),
+        ({"norm_eps": float("nan"), "embed_dim": "x", "scan": "yes"}, ["embed_dim: exp", "norm_eps: exp", "scan: exp"]),
         ({"num_heads": 6, "num_kv_heads": 4, "head_dim": 7}, ["num_kv_heads: ", "head_dim: "]),
     ],
 )

@@ -101,10 +101,37 @@ def test_an_empty_prompt_needs_a_first_token(model):
 
 def test_all_wrong_arguments_are_reported_at_the_call(model):
     with pytest.raises(UserError) as caught:
-        generate(model, [1, -2, 50], max_tokens=-1, temperature=float("nan"), top_k=0)
+        generate(model, [1, -2, 50], max_tokens=-1, temperature=float("nan"), top_k=0, seed=-1)
     lines = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["prompt_ids", "max_tokens", "temperature", "top_k"]
+    assert [line.split(":")[0] for line in lines] == ["prompt_ids", "max_tokens", "temperature", "seed", "top_k"]
     assert "expected ids in [0, 23), got -2, 50" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        ({"prompt_ids": "ab"}, ["prompt_ids: expected token ids, a sequence of integers, got text; encode it"]),
+        ({"prompt_ids": 3, "bos_id": 1}, ["prompt_ids: expected token ids, a sequence of integers, got int"]),
+        ({"prompt_ids": [1.5]}, ["prompt_ids: expected token ids, a sequence of integers, got list ('float'"]),
+        ({"prompt_ids": [], "bos_id": 99}, ["prompt_ids: expected ids in [0, 23), got 99"]),
+        (
+            {"stop_ids": "\n", "max_tokens": 2.5},
+            ["stop_ids: expected token ids", "max_tokens: expected integer >= 0"],
+        ),
+        ({"seed": 2**63}, ["seed: expected integer >= 0, <= 4294967295, got an integer of 64 bits"]),
+        ({"seed": 2**32}, ["seed: expected integer >= 0, <= 4294967295, got 4294967296"]),  # JAX would take it for 0
+        (
+            {"temperature": "hot", "top_k": 1.0},
+            ["temperature: expected number >= 0.0", "top_k: expected integer"],
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_explained(model, arguments, messages):
+    with pytest.raises(UserError) as caught:
+        generate(model, **{"prompt_ids": [1], "max_tokens": 1, **arguments})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(messages)
+    assert all(line.startswith(message) for line, message in zip(lines, messages, strict=True))
 
 
 def test_lengths_in_a_bucket_compile_once(model):

@@ -192,7 +192,7 @@ def test_an_optimizer_that_skips_may_skip_a_few_and_not_for_ever():
 
 
 def test_no_steps_is_refused():
-    with pytest.raises(UserError, match="at least 1"):
+    with pytest.raises(UserError, match="steps: expected integer >= 1"):
         train(0)
 
 

@@ -1,9 +1,13 @@
+import argparse
 import json
 import os
+import warnings
+from pathlib import Path
 
 import pytest
 
 from styrax.core import UserError
+from styrax.train.commands import report as command
 from styrax.train.report import rows, summarise, write_report
 from styrax.train.rundir import RunDir, write_atomic
 
@@ -52,10 +56,13 @@ def test_a_torn_line_is_left_out(run):
 
 
 def test_versions_of_each_start_are_kept(run):
-    run.record_versions()
-    run.record_versions()
+    run.begin("", "recipe quickstart")
+    run.begin("")
     starts = json.loads(run.versions.read_text())
     assert len(starts) == 2
+    assert run.last_start() == starts[1]
+    assert starts[1]["configuration"] == "recipe quickstart"
+    assert starts[1]["folder"] == str(Path.cwd())
     assert {"python", "jax", "styrax-core", "styrax-train"} <= starts[0].keys()
 
 
@@ -80,3 +87,102 @@ def test_the_report_of_a_run_without_a_step(run):
 def test_require_says_how_to_start(tmp_path):
     with pytest.raises(UserError, match=r"does not exist.*styrax train quickstart"):
         RunDir(tmp_path / "none").require()
+
+
+def test_a_start_that_was_killed_may_be_made_again(tmp_path):
+    folder = RunDir(tmp_path / "run")
+    folder.create()
+    (folder.path / "wandb").mkdir()  # a tracker's, made before config.toml
+    folder.create()
+    other = RunDir(tmp_path / "other")
+    (other.checkpoints / ".tmp-00000005-1").mkdir(parents=True)
+    for name in (".probe-1", ".config.toml.1", ".tokenizer-1", "checkpoints/LOCK", "metrics.jsonl"):
+        (other.path / name).touch()
+    other.create()
+    other.begin("")
+    assert other.exists and not (other.path / ".starting").exists()
+
+
+@pytest.mark.parametrize("inside", ["notes.txt", "metrics.jsonl", ".git/HEAD", "checkpoints/00000005/x"])
+def test_a_folder_that_no_start_left_is_refused(tmp_path, inside):
+    path = tmp_path / "run" / inside
+    path.parent.mkdir(parents=True)
+    path.write_text("x")
+    with pytest.raises(UserError, match=rf"{inside.split('/')[0]}.*choose another folder"):
+        RunDir(tmp_path / "run").create()
+
+
+def test_checkpoints_without_a_config_say_where_it_is_kept(tmp_path):
+    folder = RunDir(tmp_path / "a run")
+    (folder.checkpoints / "00000005").mkdir(parents=True)
+    for refuse in (folder.require, folder.create):
+        with pytest.raises(UserError, match=r"no config.toml.*Put that file back.*checkpoint show '.*a run' --json"):
+            refuse()
+
+
+def test_a_folder_that_is_no_run_is_not_offered_for_one(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    for path in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(UserError, match="is not a run") as caught:
+            RunDir(path).require()
+        assert "quickstart --run" not in str(caught.value)
+
+
+def test_events_after_a_torn_line_are_whole(run):
+    run.add_event("start", step=0)
+    with run.events.open("a") as file:
+        file.write('{"event": "thr')
+    run.add_event("end", step=2)
+    lines = [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["start", "end"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"3", b'"x"', b"[1]", b'{"a": "b"}'])
+def test_damaged_side_files_are_passed_over_with_a_warning(run, content):
+    run.metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 2}\n')
+    run.events.write_bytes(content + b'\n{"event": "compile"}\n{"event": "start"}\n')
+    for path in (run.versions, run.summary):
+        path.write_bytes(content)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert write_report(run)["starts"] == 1
+        run.begin("")
+    said = "\n".join(str(one.message) for one in caught)
+    assert all("is damaged" in line for line in said.splitlines())
+    assert ("versions.json" in said) == (content != b"[1]")
+    assert ("summary.json" in said) == (content != b'{"a": "b"}')
+    assert len(run.read_starts()) == 1
+
+
+def test_errors_outside_of_the_run_do_not_blame_it(run):
+    with pytest.raises(UserError, match=r"cannot read or write /elsewhere/x: Permission denied"), run.writing():
+        raise OSError(13, "Permission denied", "/elsewhere/x")
+
+
+def test_compiling_is_that_of_the_last_time(run):
+    for event, fields in (
+        ("start", {}),
+        ("compile", {"seconds": 9.0}),
+        ("start", {}),
+        ("compile", {"seconds": 2.0}),
+        ("compile", {"seconds": 1.0}),
+        ("start", {}),
+    ):
+        run.add_event(event, **fields)
+    assert summarise(run)["compile_seconds"] == 3.0
+
+
+def test_the_numbers_need_no_place_to_write(run, monkeypatch, capsys):
+    run.metrics.write_text('{"step": 3, "loss": 2.0}\n')
+
+    def read_only(path, content):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr("styrax.train.report.write_atomic", read_only)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for options in ([], ["--json"]):
+        with pytest.raises(UserError, match=r"numbers are complete.*Read-only file system") as caught:
+            command.run(parser.parse_args([str(run.path), *options]))
+        assert "goes on" not in str(caught.value)
+        assert "2.0" in capsys.readouterr().out

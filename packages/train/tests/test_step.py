@@ -135,6 +135,18 @@ def test_a_scalar_loss_works_whole_and_is_refused_in_pieces():
         (lambda model, batch, rngs: {"a": Term(jnp.zeros(()), jnp.ones(()), 0.0)}, "nothing to minimise"),
         (lambda model, batch, rngs: jnp.zeros((3,)), "must return"),
         (lambda model, batch, rngs: {}, "must return"),
+        (
+            lambda model, batch, rngs: (jnp.sum(model(batch["x"])), {"aux": jnp.zeros(2)}),
+            r"got a tuple of 2 \(an array of shape \(\), .*aux.*\)\. What is only to be logged is a further term",
+        ),
+        (lambda model, batch, rngs: {"loss": jnp.mean(model(batch["x"]))}, r"shape \(\)}\. Wrap each in Term\(sum"),
+        (lambda model, batch, rngs: {"a": Term(jnp.zeros(3), 1)}, r"Term.total of .*'a'.*shape \(3,\).*jnp.sum\(total"),
+        (lambda model, batch, rngs: {"a": Term(1.0, batch["mask"])}, r"Term.weight of .*shape \(12,\).*jnp.sum"),
+        (lambda model, batch, rngs: {"a": Term(1.0, None)}, "Term.weight of .* got None"),
+        (lambda model, batch, rngs: Term(model(batch["x"]), 1.0), "Term.total of the loss's 'loss'"),
+        (lambda model, batch, rngs: {"a": Term(1.0, 1.0, jnp.sum(batch["x"]))}, "Term.coef .* a plain number"),
+        (lambda model, batch, rngs: {"a": Term(1.0, 1), "tokens": Term(1.0, 1)}, "cannot be named 'tokens'"),
+        (lambda model, batch, rngs: None, "got None"),
     ],
 )
 def test_a_wrong_loss_is_explained(bad, message):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from styrax.checkpoint.errors import CheckpointError, sized
-from styrax.checkpoint.manifest import Item, Manifest, list_steps, read_manifest, step_name
+from styrax.checkpoint.manifest import Item, Manifest, list_incomplete, list_steps, read_manifest, step_name
 from styrax.checkpoint.verify import verify
 
 HELP = "list, show and verify checkpoints"
@@ -18,13 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in {
-        "ls": "list the complete checkpoints in a folder",
+        "list": "list the checkpoints in a folder",
         "show": "show the items, leaves, shapes and dtypes of one",
-        "verify": "compare every file with its size and checksum; exit code 1 if one is damaged",
+        "verify": "compare every file with its size and checksum; exit code 1 if one is damaged, or none is there",
     }.items():
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("directory", metavar="DIR", type=Path, help="the folder of the checkpoints")
-        if name != "ls":
+        action = actions.add_parser(name, aliases=["ls"] if name == "list" else [], help=text, description=text)
+        action.add_argument("directory", metavar="DIR", type=Path, help="a run, or the folder of its checkpoints")
+        if name != "list":
             default = "the newest" if name == "show" else "all"
             action.add_argument("step", metavar="STEP", type=int, nargs="?", help=f"default: {default}")
         action.add_argument("--json", action="store_true", help="print JSON")
@@ -34,28 +34,36 @@ def run(args: argparse.Namespace) -> int:
     """Do what was asked for.
 
     Returns:
-        The exit code: 1 if `verify` found damage.
+        The exit code: 1 if `verify` found damage, or nothing to verify.
 
     Raises:
         CheckpointError: The folder or the step is not there, or its manifest is damaged (`show`).
     """
-    directory: Path = args.directory
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder; give the one that holds the checkpoints")
+    directory = _folder(args.directory)
     steps = list_steps(directory)
-    if args.action == "ls":
-        return _ls(directory, steps, args.json)
-    if args.step is not None and args.step not in steps:
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+    everything = sorted([*steps, *list_incomplete(directory)])
+    if args.action in ("list", "ls"):
+        return _list(directory, everything, args.json)
+    if args.step is not None and args.step not in everything:
+        there = f"there are {', '.join(map(str, everything))}" if everything else "there are none"
         raise CheckpointError(f"no checkpoint of step {args.step} in {directory}: {there}")
     if args.action == "verify":
-        return _verify(directory, steps if args.step is None else [args.step], args.json)
-    if not steps:
-        raise CheckpointError(f"no checkpoints in {directory}")
+        return _verify(directory, everything if args.step is None else [args.step], args.json)
+    if args.step is None and not steps:
+        incomplete = f" that is complete; incomplete: {', '.join(map(str, everything))}" if everything else ""
+        raise CheckpointError(f"no checkpoint in {directory}{incomplete}")
     return _show(directory / step_name(steps[-1] if args.step is None else args.step), args.json)
 
 
-def _ls(directory: Path, steps: list[int], as_json: bool) -> int:
+def _folder(given: Path) -> Path:
+    """The folder of the checkpoints, where that of their run was given."""
+    if not given.is_dir():
+        raise CheckpointError(f"{given} is not a folder; give that of a run, or the one that holds the checkpoints")
+    inside = given / "checkpoints"
+    return inside if inside.is_dir() and not list_steps(given) and not list_incomplete(given) else given
+
+
+def _list(directory: Path, steps: list[int], as_json: bool) -> int:
     rows: list[dict[str, Any]] = []
     for step in steps:
         try:
@@ -133,4 +141,4 @@ def _verify(directory: Path, steps: list[int], as_json: bool) -> int:
                 print(f"{'':>12}{problem}")
         if not found:
             print(f"no checkpoints in {directory}")
-    return 1 if any(found.values()) else 0
+    return 1 if any(found.values()) or not found else 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from styrax.core.config import NonNegative, Positive
+from styrax.core.config import NonNegative, Positive, check
 
 if TYPE_CHECKING:
     from styrax.checkpoint.store import Store
@@ -40,6 +40,9 @@ class CheckpointConfig:
     async_save: bool = True
     pack_below: NonNegative = 2**20
     timeout: Positive = 1800
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def should_save(self, step: int) -> bool:
         """Tell whether a checkpoint is due when `step` steps are done.

@@ -44,7 +44,7 @@ class Lock:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise CheckpointError(
                     f"{directory} is being written by {_describe(owner)}; two writers would destroy each "
-                    "other's checkpoints. Stop that one, choose another directory, or open with read_only=True"
+                    "other's checkpoints. Stop that one, or choose another folder"
                 ) from None
             raise CheckpointError(
                 f"{directory}: the file system offers no locks ({error.strerror}), so a second writer could "

@@ -137,12 +137,26 @@ def leaf_name(item: str, path: str) -> str:
 
 def list_steps(directory: str | Path) -> list[int]:
     """List the steps with a complete checkpoint in a folder, in order; what has no manifest is not one."""
+    return [step for step, complete in _folders(directory).items() if complete]
+
+
+def list_incomplete(directory: str | Path) -> list[int]:
+    """List the steps of which a folder is there and not empty, but without a manifest, in order.
+
+    No save leaves one, not even one that was killed: something else deleted or copied a part.
+    """
+    steps = [step for step, complete in _folders(directory).items() if not complete]
+    return [step for step in steps if any((Path(directory) / step_name(step)).iterdir())]
+
+
+def _folders(directory: str | Path) -> dict[int, bool]:
+    """Steps that have a folder, in order, and whether it has a manifest."""
     try:
-        names = [entry.name for entry in Path(directory).iterdir()]
+        names = [entry.name for entry in Path(directory).iterdir() if entry.is_dir()]
     except FileNotFoundError:
-        return []
-    steps = [int(name) for name in names if _STEP.fullmatch(name) and step_name(int(name)) == name]
-    return sorted(step for step in steps if (Path(directory) / step_name(step) / FILE).is_file())
+        return {}
+    steps = sorted(int(name) for name in names if _STEP.fullmatch(name) and step_name(int(name)) == name)
+    return {step: (Path(directory) / step_name(step) / FILE).is_file() for step in steps}
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -172,6 +186,8 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
     checkpoint = Path(checkpoint)
     try:
         data = (checkpoint / FILE).read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{FILE}: missing, so this is no complete checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{FILE}: cannot be read ({error.strerror})") from error
     found = _DOCUMENT.fullmatch(data)

@@ -19,7 +19,16 @@ from styrax.checkpoint import commit, processes, restore, snapshot
 from styrax.checkpoint.config import CheckpointConfig
 from styrax.checkpoint.errors import CheckpointError, explain
 from styrax.checkpoint.lock import Lock
-from styrax.checkpoint.manifest import ARRAYS, FILE, LEAVES, Manifest, list_steps, read_manifest, step_name
+from styrax.checkpoint.manifest import (
+    ARRAYS,
+    FILE,
+    LEAVES,
+    Manifest,
+    list_incomplete,
+    list_steps,
+    read_manifest,
+    step_name,
+)
 from styrax.checkpoint.pending import THREADS_OUTLIVE_MAIN, Save
 from styrax.checkpoint.verify import Stamp, verify
 
@@ -342,7 +351,9 @@ class Store:
         processes.agree(error)
 
     def _newest(self, verified: bool) -> int:
-        steps = self.steps()
+        complete = self.steps()
+        # Without its manifest a checkpoint is damaged too: starting over without a word would replace it.
+        steps = sorted([*complete, *list_incomplete(self.directory)]) if verified else complete
         for step in reversed(steps):
             problems = []
             if verified:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
@@ -66,16 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done, 1 failed, 2 wrong use, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
     try:
-        code = _run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = _run(arguments)
         sys.stdout.flush()
         return code
     except SystemExit as leaving:  # argparse, after --help
         if isinstance(leaving.code, str):
             return _say(leaving.code, FAILED)
         return leaving.code or DONE
-    except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        return _say(str(interrupt) or "interrupted", INTERRUPTED)
     except BrokenPipeError:
         _drop_output()
         return FAILED
@@ -161,6 +165,28 @@ def _drop_output() -> None:
         # It has no reader, or no room: point it elsewhere, or Python would complain once more at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_standard_streams() -> None:
+    """Stand in for those that the shell closed (`>&-`), or the next file to be opened would take their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))
+
+
+def _warn(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Show a warning as one line that is meant for a user, or with STYRAX_DEBUG as Python would."""
+    text = f"warning: {' '.join(str(message).split())}\n"
+    if os.environ.get("STYRAX_DEBUG"):
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    with contextlib.suppress(OSError):
+        (file or sys.stderr).write(text)
 
 
 def _say(message: str, code: int) -> int:

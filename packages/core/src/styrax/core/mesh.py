@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from styrax.core import tree
+from styrax.core.config.convert import check
 from styrax.core.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class MeshConfig:
     axes: dict[str, int] = field(default_factory=lambda: {"data": -1})
 
     def __post_init__(self) -> None:
+        check(self)
         problems = [f"axis {name!r} has size {n}" for name, n in self.axes.items() if n < 1 and n != -1]
         if problems:
             problems = [f"{'; '.join(problems)}: expected 1 or more, or -1 for all devices that are left"]
@@ -110,6 +112,30 @@ class MeshConfig:
 
         sizes = self.sizes(n)
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(len(sizes)))
+
+
+def idle_axes(names: Iterable[str], rules: Rules = DEFAULT_RULES) -> list[str]:
+    """Name the mesh axes that no rule uses: nothing would be split over them, and their devices do the same work.
+
+    Args:
+        names: Names of mesh axes.
+        rules: Logical axis -> mesh axes.
+
+    Returns:
+        A line for each.
+
+    Example:
+        >>> idle_axes(["fsdp", "tensr"])
+        ["tensr: no rule splits anything over this mesh axis (did you mean 'tensor'?); the axes with rules are \
+data, fsdp, context, tensor"]
+    """
+    used = list(dict.fromkeys(axis for axes in rules.values() for axis in axes))
+    return [
+        f"{name}: no rule splits anything over this mesh axis{nearest(name, used)}; the axes with rules are "
+        + ", ".join(used)
+        for name in names
+        if name not in used
+    ]
 
 
 def spec(axes: Axes, rules: Rules, mesh: Mesh | AbstractMesh) -> PartitionSpec:

@@ -109,7 +109,7 @@ class Jsonl:
         self.close()
 
     def _open(self) -> None:
-        _drop_torn_end(self.path)
+        drop_torn_end(self.path)
         self._file = self.path.open("a", buffering=1, encoding="utf-8", newline="\n")
 
 
@@ -161,7 +161,12 @@ def _floats(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def _drop_torn_end(path: Path) -> None:
+def drop_torn_end(path: Path) -> None:
+    """Cut off what stands after the last line break of a file: a line that a crash cut short.
+
+    Args:
+        path: The file; none is no error.
+    """
     try:
         file = path.open("r+b")
     except FileNotFoundError:

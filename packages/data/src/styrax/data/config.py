@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat
+from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, check
 from styrax.core.errors import UserError
 from styrax.data.spec import bpe_size
 
@@ -63,6 +63,7 @@ class TokensConfig:
     prefetch: NonNegative = 2
 
     def __post_init__(self) -> None:
+        check(self)
         problems = []
         if self.sources and self.store is not None:
             problems.append("sources and store are both set; expected one: text to tokenize, or a store of tokens")
@@ -156,6 +157,9 @@ class SourceConfig:
     errors: Errors = "raise"
     max_epochs: PositiveFloat | None = None
 
+    def __post_init__(self) -> None:
+        check(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
@@ -195,6 +199,7 @@ class MixtureConfig:
     prefetch: NonNegative = 2
 
     def __post_init__(self) -> None:
+        check(self)
         problems = []
         for name, source in self.sources.items():
             if bool(source.sources) == (source.store is not None):

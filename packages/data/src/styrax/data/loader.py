@@ -181,7 +181,7 @@ class Loader:
         if state.get("version") != VERSION:
             raise UserError(
                 f"the data state has version {state.get('version')!r}, expected {VERSION}: "
-                "another version of styrax-data saved it; upgrade, or start the data anew with seek(step)"
+                "another version of styrax-data saved it; upgrade, or start a new run"
             )
         if state.get("fingerprint") != self._data.fingerprint:
             saved = state.get("settings")
@@ -192,8 +192,8 @@ class Loader:
                 raise UserError(
                     "the data differ from those that the state was saved with:\n"
                     + "\n".join(f"  - {problem}" for problem in problems)
-                    + "\nto go on exactly, restore these settings; to change the data from here on, name what may "
-                    "differ (allow); to go on with other data, use seek(step)"
+                    + "\nto go on exactly, restore these settings and the text as it was; to change the data from here "
+                    "on, name what may differ (allow_changes); to train on other data, start a new run"
                 )
         self.seek(step)
 

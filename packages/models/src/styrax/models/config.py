@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from styrax.core import Policy
-from styrax.core.config import Fraction, Positive, PositiveFloat
+from styrax.core.config import Fraction, Positive, PositiveFloat, check
 from styrax.models.sharding import LogicalAxes, decoder_axes
 
 if TYPE_CHECKING:
@@ -64,12 +64,9 @@ class DecoderConfig:
     max_len: Positive = 1024
 
     def __post_init__(self) -> None:
-        counts = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_len")
-        given = {name: getattr(self, name) for name in counts}
-        problems = [f"{name}: expected 1 or more, got {n}" for name, n in given.items() if n is not None and n < 1]
-        if not problems:
-            problems = self._misfits()
-        if not 0.0 <= self.dropout < 1.0:
+        check(self)
+        problems = self._misfits()
+        if self.dropout == 1:
             problems.append(f"dropout: expected 0 <= dropout < 1, got {self.dropout}")
         if problems:
             raise ValueError("\n".join(problems))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from styrax.core import UserError
+from styrax.core.config import NonNegative, NonNegativeFloat, Positive, Seed, mistakes
 
 if TYPE_CHECKING:
     from jax import Array
@@ -50,7 +51,7 @@ def generate(
         max_tokens: Stop after so many; 0 gives none.
         temperature: $\tau$; 0 takes the most likely token.
         top_k: Draw from the so many most likely tokens only.
-        seed: Chooses the text among those possible.
+        seed: Chooses the text among those possible; in [0, 2**32).
         stop_ids: Tokens that end the text; they are not given.
         bos_id: Stands for an empty prompt.
 
@@ -68,10 +69,18 @@ def generate(
         >>> len(list(generate(model, [1, 2], max_tokens=3)))
         3
     """
-    prompt = [int(token) for token in prompt_ids]
-    if not prompt and bos_id is not None:
-        prompt = [bos_id]
-    problems = _problems(prompt, model.vocab_size, max_tokens, temperature, top_k)
+    prompt, problems = _ids("prompt_ids", prompt_ids)
+    stop, more = _ids("stop_ids", stop_ids)
+    if not prompt and not problems:
+        prompt = [] if bos_id is None else [bos_id]
+        problems += [] if prompt else ["the prompt is empty: give at least one token, or bos_id"]
+    problems += [*_outside(prompt, model.vocab_size), *more]
+    limits: dict[str, Any] = {
+        "max_tokens": (NonNegative, max_tokens),
+        "temperature": (NonNegativeFloat, temperature),
+        "seed": (Seed, seed),
+    }
+    problems += mistakes(limits if top_k is None else {**limits, "top_k": (Positive, top_k)})
     if problems:
         raise UserError("\n".join(problems))
     sample = functools.partial(
@@ -79,24 +88,25 @@ def generate(
         temperature=float(temperature),
         top_k=None if top_k is None or top_k >= model.vocab_size else top_k,
     )
-    return _tokens(model, prompt, max_tokens, sample, jax.random.key(seed, impl="threefry2x32"), set(stop_ids))
+    return _tokens(model, prompt, max_tokens, sample, jax.random.key(seed, impl="threefry2x32"), set(stop))
 
 
-def _problems(prompt: list[int], vocab_size: int, max_tokens: int, temperature: float, top_k: int | None) -> list[str]:
-    problems = []
+def _ids(name: str, given: Any) -> tuple[list[int], list[str]]:
+    expected = f"{name}: expected token ids, a sequence of integers"
+    if isinstance(given, (str, bytes)):
+        return [], [f"{expected}, got text; encode it with the tokenizer of the model first"]
+    try:
+        return [operator.index(token) for token in given], []
+    except TypeError as error:
+        return [], [f"{expected}, got {type(given).__name__} ({error})"]
+
+
+def _outside(prompt: list[int], vocab_size: int) -> list[str]:
     outside = sorted({token for token in prompt if not 0 <= token < vocab_size})
-    if not prompt:
-        problems.append("the prompt is empty: give at least one token, or bos_id")
-    if outside:
-        shown = ", ".join(map(str, outside[:5])) + (", ..." if len(outside) > 5 else "")
-        problems.append(f"prompt_ids: expected ids in [0, {vocab_size}), got {shown}; is it another tokenizer's?")
-    if max_tokens < 0:
-        problems.append(f"max_tokens: expected 0 or more, got {max_tokens}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        problems.append(f"temperature: expected a number of 0 or more, got {temperature}")
-    if top_k is not None and top_k < 1:
-        problems.append(f"top_k: expected 1 or more, got {top_k}; leave it out to draw from all tokens")
-    return problems
+    if not outside:
+        return []
+    shown = ", ".join(map(str, outside[:5])) + (", ..." if len(outside) > 5 else "")
+    return [f"prompt_ids: expected ids in [0, {vocab_size}), got {shown}; is it another tokenizer's?"]
 
 
 def _tokens(

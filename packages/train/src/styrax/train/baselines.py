@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-def gzip_bits_per_byte(text: bytes) -> float:
-    """Size of ``gzip -9`` of the text in bits, over its bytes.
+def gzip_bits_per_byte(text: bytes) -> float | None:
+    """Size of ``gzip -9`` of the text in bits, over its bytes; None for no text.
 
-    >>> gzip_bits_per_byte(b"ab" * 1000) < 0.2
+    >>> (gzip_bits_per_byte(b"ab" * 1000) or 1) < 0.2
     True
     """
-    return 8 * len(gzip.compress(text, 9, mtime=0)) / len(text)
+    return 8 * len(gzip.compress(text, 9, mtime=0)) / len(text) if text else None
 
 
 class Bigram:
@@ -90,14 +90,16 @@ class Bigram:
         higher = np.maximum(seen - discount, 0) + discount * starts[tokens] * lower[targets]
         return np.where(total > 0, higher / np.maximum(total, 1), lower[targets])
 
-    def bits_per_byte(self, batches: Iterable[Mapping[str, Any]], token_bytes: Int[np.ndarray, " vocab"]) -> float:
-        """Over the counted targets of held-out batches, as for a model."""
+    def bits_per_byte(
+        self, batches: Iterable[Mapping[str, Any]], token_bytes: Int[np.ndarray, " vocab"]
+    ) -> float | None:
+        """Over the counted targets of held-out batches, as for a model; None where they stand for no text."""
         nats, size = 0.0, 0
         for batch in batches:
             tokens, targets = counted_pairs(batch)
             nats -= float(np.log(self.probability(tokens, targets)).sum())
             size += batch_bytes(batch, token_bytes)
-        return nats / math.log(2) / size
+        return nats / math.log(2) / size if size else None
 
 
 def counted_pairs(batch: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:

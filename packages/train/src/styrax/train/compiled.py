@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from styrax.core import UserError, tree
+from styrax.train.checks import check_batch
 from styrax.train.hooks import Hook
-from styrax.train.step import check_batch
 
 
 class CompiledStep:

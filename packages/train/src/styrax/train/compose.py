@@ -43,9 +43,30 @@ def make_model(resolved: Resolved, vocab_size: int) -> Callable[[Any], Any]:
     return lambda rngs: sections["model"].build(vocab_size=vocab_size, rngs=rngs, policy=policy)
 
 
+def make_mesh(resolved: Resolved) -> Any:
+    """The device mesh; None for one device, whose mesh is checked all the same.
+
+    Raises:
+        UserError: The mesh is not of as many devices as there are, or its batch axes do not divide data.batch_size.
+    """
+    import jax
+
+    from styrax.core import UserError
+    from styrax.train.config import batch_misfits
+    from styrax.train.shardings import batch_shards
+
+    config = resolved.sections["mesh"]
+    if len(jax.devices()) == 1:
+        config.sizes(1)
+        return None
+    mesh = config.build()
+    if problems := batch_misfits(resolved.sections, batch_shards(mesh)):
+        raise UserError("\n".join(problems))
+    return mesh
+
+
 def compose(resolved: Resolved, dataset: Any) -> Parts:
     """Make every part but the checkpointer, which needs the folder of the run."""
-    import jax
     from flax import nnx
 
     from styrax.train.step import split_model
@@ -54,8 +75,7 @@ def compose(resolved: Resolved, dataset: Any) -> Parts:
     model = make_model(resolved, dataset.vocab_size)
     abstract = split_model(nnx.eval_shape(lambda: model(nnx.Rngs(0))))[1]
     tx = sections["optim"].build(abstract, steps=sections["train"].steps)
-    mesh = sections["mesh"].build() if len(jax.devices()) > 1 else None
-    return Parts(model, tx, sections["optim"].metrics, dataset, mesh, sections["model"].logical_axes())
+    return Parts(model, tx, sections["optim"].metrics, dataset, make_mesh(resolved), sections["model"].logical_axes())
 
 
 def load_model(resolved: Resolved, checkpoints: Path, vocab_size: int) -> tuple[Any, int]:

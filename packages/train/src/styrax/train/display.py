@@ -142,7 +142,7 @@ class Display(Hook):
             self._console.print(f"checkpoint at step {step:,}", style="dim")
 
     def on_interrupt(self, name: str) -> None:
-        self._console.print(f"{name}: saving after this step; Ctrl-C again stops at once")
+        self._console.print(f"{name}: saving after this step")
 
     def on_end(self, step: int) -> None:
         self.close()

@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 
 from styrax.core import UserError
+from styrax.train.checks import check_arrays, check_terms, loss_problems
 from styrax.train.loss import Term
-from styrax.train.step import Loss, TrainState, check_terms
+from styrax.train.step import Loss, TrainState
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -45,8 +46,10 @@ def evaluator(graphdef: Any, loss: Loss) -> Callable[..., HeldOut]:
         are dispatched before the first result is read.
 
     Raises:
-        UserError: If no token of the batches counts.
+        UserError: If no token of the batches counts, or a batch lacks what ``token_bytes`` needs.
     """
+    if problems := loss_problems(loss):
+        raise UserError("\n".join(problems))
 
     @jax.jit
     def sums(params: Any, variables: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -61,7 +64,7 @@ def evaluator(graphdef: Any, loss: Loss) -> Callable[..., HeldOut]:
     ) -> HeldOut:
         results, size = [], 0
         for batch in batches:
-            results.append(sums(state.params, state.variables, batch))
+            results.append(sums(state.params, state.variables, check_arrays(batch)))
             if token_bytes is not None:
                 size += batch_bytes(batch, token_bytes)
         totals = np.asarray(jax.device_get(results), np.float64).reshape(-1, 2).sum(axis=0)
@@ -81,5 +84,11 @@ def batch_bytes(batch: Mapping[str, Any], token_bytes: Int[np.ndarray, " vocab"]
     >>> batch_bytes(batch, np.array([0, 3, 4]))
     7
     """
+    lacking = [name for name in ("targets", "loss_mask") if name not in batch]
+    if lacking:
+        raise UserError(
+            f"bits per byte need batches with targets and loss_mask; this one lacks {', '.join(lacking)}. Add them, or "
+            "leave token_bytes out"
+        )
     counts = np.asarray(batch["loss_mask"]) > 0
     return int(token_bytes[np.asarray(batch["targets"])[counts]].sum())

@@ -18,6 +18,7 @@ from flax import nnx
 
 from styrax.core import UserError
 from styrax.core.mesh import DEFAULT_RULES
+from styrax.train.checks import check_arrays, check_fit
 from styrax.train.compiled import CompiledStep
 from styrax.train.evaluate import HeldOut, evaluator
 from styrax.train.hooks import Hook
@@ -100,22 +101,23 @@ def fit(
         logical_axes: Parameter path pattern to logical axes; None replicates the parameters.
         rules: Logical axes to mesh axes.
         checkpointer: Where the run is saved and resumed from. The caller closes it.
-        save_every: Steps between checkpoints; the last step is always saved.
+        save_every: Steps between checkpoints; the last step is always saved. None or 0 saves that one only.
         run_info: JSON to keep with each checkpoint (the configuration, versions).
         tracker: Is given ``(step, metrics)``; if it has ``truncate(step)`` and ``flush()``, its record stays
             exact over a kill: later lines are dropped on resume, and it is flushed before each checkpoint.
         log_every: Steps between logged steps.
-        held_out: Batches to evaluate on; ``eval_every`` steps apart and at the end.
+        held_out: Batches to evaluate on, ``eval_every`` steps apart and at the end; not an iterator, which would be
+            used up after the first time.
         token_bytes: Bytes of text a token stands for, for bits per byte.
-        eval_every: Steps between evaluations; None evaluates at the end only.
+        eval_every: Steps between evaluations; None or 0 evaluates at the end only.
         hooks: Told of each event.
 
     Returns:
         The result; ``result.interrupted`` names the signal if one stopped it, after saving.
 
     Raises:
-        UserError: For batches that the mesh or ``accumulate`` does not divide, data that cannot be resumed, a
-            checkpoint of another model, a loss that stays non-finite.
+        UserError: For arguments of another kind (all are listed), batches that the mesh or ``accumulate`` does not
+            divide, data that cannot be resumed, a checkpoint of another model, a loss that stays non-finite.
 
     >>> import jax, jax.numpy as jnp, itertools, optax
     >>> from flax import nnx
@@ -127,8 +129,11 @@ def fit(
     >>> fit(model, optax.sgd(0.2), itertools.repeat(batch), squares, steps=60).metrics["loss"] < 1e-6
     True
     """
-    if steps < 1 or log_every < 1:
-        raise UserError(f"steps and log_every must be at least 1; got {steps} and {log_every}")
+    counts = {"steps": steps, "seed": seed, "accumulate": accumulate, "log_every": log_every}
+    check_fit(
+        model=model, tx=tx, data=data, loss=loss, mesh=mesh, rules=rules, checkpointer=checkpointer, tracker=tracker,
+        held_out=held_out, numbers={**counts, "save_every": save_every, "eval_every": eval_every},
+    )  # fmt: skip
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(lambda name: _tell(hooks, "on_interrupt", name)))
         graphdef, abstract, make = _plan(model, tx, seed, mesh, logical_axes, rules)
@@ -144,8 +149,8 @@ def fit(
         stream = iter(data)
         place = _placer(mesh, rules)
         evaluate = evaluator(graphdef, loss) if held_out else None
-        ledger = Ledger(tracker, hooks, log_every, steps)
-        result, step, saved = None, start, start if latest is not None else -1
+        ledger = Ledger(tracker, hooks, log_every, steps, saved=latest)
+        result, step = None, start
         step_fn = CompiledStep(
             make_step(graphdef, tx, loss, accumulate=accumulate, metrics=metrics),
             accumulate=accumulate,
@@ -160,7 +165,7 @@ def fit(
                 raise UserError(
                     f"the data ended after {step} of {steps} steps; repeat it, or ask for at most {step} steps"
                 )
-            batch = place(batch)
+            batch = place(check_arrays(batch))
             state, report = step_fn(state, batch, step)
             step += 1
             ledger.add(step, report)
@@ -174,10 +179,10 @@ def fit(
                 ledger.flush()
                 begin = time.perf_counter()
                 save(checkpointer, step, state, data, run_info)
-                saved = step
+                ledger.saved = step
                 _tell(hooks, "on_save", step, time.perf_counter() - begin)
         # A signal may have come between the last step's save and here: no step is left unsaved.
-        if checkpointer is not None and saved != step and step > start:
+        if checkpointer is not None and ledger.saved != step and step > start:
             ledger.flush()
             save(checkpointer, step, state, data, run_info)
         ledger.flush()
@@ -195,8 +200,11 @@ def fit(
 class Ledger:
     """Metrics on their way from the device to the tracker, one step behind so that nothing waits."""
 
-    def __init__(self, tracker: Tracker | None, hooks: Sequence[Hook], every: int, steps: int) -> None:
+    def __init__(
+        self, tracker: Tracker | None, hooks: Sequence[Hook], every: int, steps: int, saved: int | None = None
+    ) -> None:
         self.last: dict[str, float] = {}
+        self.saved = saved
         self._tracker, self._hooks, self._every, self._steps = tracker, hooks, every, steps
         self._pending: deque[tuple[int, Any, dict[str, float]]] = deque()
         self._bad = 0
@@ -235,10 +243,15 @@ class Ledger:
         self._bad = 0 if finite else self._bad + 1
         if self._bad > MAX_BAD_STEPS or (not math.isfinite(values["loss"]) and "skipped" not in values):
             first = step - self._bad + 1
+            kept = (
+                "nothing was saved, so start anew with the change"
+                if self.saved is None
+                else f"the newest checkpoint is of step {self.saved}"
+            )
             raise UserError(
                 f"the loss or its gradient is not finite since step {first} (loss {values['loss']} at step {step}). "
-                "Lower the learning rate, lengthen the warm-up, clip harder, or look at the batch of that step; the "
-                "checkpoints before it are intact"
+                "Lower the learning rate, lengthen the warm-up, clip harder, or look at the batch of that step; "
+                f"{kept}"
             )
 
 

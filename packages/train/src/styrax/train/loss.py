@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from styrax.core import UserError
+
 if TYPE_CHECKING:
     from flax import nnx
     from jaxtyping import Array, Float
@@ -51,7 +53,16 @@ def next_token_loss(model: nnx.Module, batch: Mapping[str, Array], rngs: nnx.Rng
 
     Returns:
         ``{"loss": Term(S, W)}`` in nats.
+
+    Raises:
+        UserError: The batch lacks some of what the loss reads.
     """
+    lacking = [name for name in ("tokens", "targets", "loss_mask") if name not in batch]
+    if lacking:
+        raise UserError(
+            f"next_token_loss needs batches with tokens, targets and loss_mask; this one lacks {', '.join(lacking)} "
+            f"and has {', '.join(map(str, batch)) or 'nothing'}. Add them, or pass your own loss to fit or make_step"
+        )
     logits = model(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), rngs=rngs)
     mask = batch["loss_mask"].astype(jnp.float32)
     nll = cross_entropy(logits, batch["targets"])

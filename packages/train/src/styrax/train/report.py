@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from string import Template
@@ -18,13 +18,13 @@ NA = "n/a"
 
 
 def summarise(run: RunDir) -> dict[str, Any]:
-    """The numbers of a run, read from its files; what is not known is None."""
+    """The numbers of a run, read from its files; what is not known, or is no finite number, is None."""
     metrics, events = run.read_metrics(), run.read_events()
     held_out = [m for m in metrics if "held_out_loss" in m]
     last = metrics[-1] if metrics else {}
-    saved = json.loads((run.path / "summary.json").read_text()) if (run.path / "summary.json").is_file() else {}
+    saved = run.read_summary()
     rates = [e["tokens_per_second"] for e in events if e["event"] == "end" and e.get("tokens_per_second")]
-    return {
+    summary = {
         "run": str(run.path),
         "step": last.get("step"),
         "loss": last.get("loss"),
@@ -35,9 +35,25 @@ def summarise(run: RunDir) -> dict[str, Any]:
         "parameters": saved.get("parameters"),
         "tokens_seen": saved.get("tokens_seen"),
         "tokens_per_second": rates[-1] if rates else None,
-        "compile_seconds": sum(e["seconds"] for e in events if e["event"] == "compile"),
+        "compile_seconds": compile_seconds(events),
         "starts": sum(e["event"] == "start" for e in events),
     }
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+
+
+def compile_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """What the newest start that compiled spent on it; a start of a finished run compiles nothing.
+
+    >>> compile_seconds([{"event": "start"}, {"event": "compile", "seconds": 2.5}, {"event": "start"}])
+    2.5
+    """
+    total, started = None, True
+    for event in events:
+        if event["event"] == "start":
+            started = True
+        elif event["event"] == "compile" and isinstance(event.get("seconds"), (int, float)):
+            total, started = event["seconds"] + (0 if started or total is None else total), False
+    return total
 
 
 def draw(run: RunDir, summary: Mapping[str, Any]) -> bytes:
@@ -47,7 +63,8 @@ def draw(run: RunDir, summary: Mapping[str, Any]) -> bytes:
     metrics = run.read_metrics()
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot([m["step"] for m in metrics], [m["loss"] for m in metrics], linewidth=0.8, color="#2a6f97")
+    losses = [(m["step"], m["loss"]) for m in metrics if isinstance(m.get("loss"), (int, float))]
+    left.plot([step for step, _ in losses], [loss for _, loss in losses], linewidth=0.8, color="#2a6f97")
     left.set(xlabel="step", ylabel="nats per token", title="training loss")
     points = [m for m in metrics if m.get("held_out_bits_per_byte") is not None]
     if points:
@@ -72,32 +89,34 @@ def draw(run: RunDir, summary: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def write_report(run: RunDir, *, changed: str = "", next_commands: Sequence[str] = ()) -> dict[str, Any]:
+def write_report(
+    run: RunDir, *, changed: str = "", next_commands: Sequence[str] = (), summary: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Write ``loss.png`` and ``report.html``.
 
     Args:
         run: The run.
+        summary: Of :func:`summarise`, where it is known already.
         changed: TOML of what differs from the defaults.
         next_commands: Command lines to try next.
 
     Returns:
         The numbers of :func:`summarise`.
     """
-    summary = summarise(run)
+    summary = dict(summary) if summary is not None else summarise(run)
     picture = draw(run, summary)
     write_atomic(run.picture, picture)
     samples = sorted(run.samples.glob("*.txt")) if run.samples.is_dir() else []
-    starts = json.loads(run.versions.read_text()) if run.versions.is_file() else []
     page = Template(files("styrax.train").joinpath("report.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(run.path.name),
         rows="".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(v)}</td></tr>" for k, v in rows(summary)),
         picture=base64.b64encode(picture).decode(),
-        sample=html.escape(samples[-1].read_text(encoding="utf-8")) if samples else NA,
+        sample=html.escape(samples[-1].read_text(encoding="utf-8", errors="replace")) if samples else NA,
         changed=html.escape(changed or "nothing"),
         commands=html.escape("\n".join(next_commands)),
         versions="".join(
             f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(str(v))}</td></tr>"
-            for k, v in (starts[-1] if starts else {}).items()
+            for k, v in run.last_start().items()
         ),
     )
     write_atomic(run.report, page)
@@ -109,6 +128,8 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     def show(key: str, form: str) -> str:
         value = summary.get(key)
+        if value is None and key == "loss" and summary.get("step"):
+            return "not finite"  # every logged step has one
         return NA if value is None else form.format(value)
 
     return [
@@ -124,6 +145,6 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("held-out text, gzip -9", show("gzip_bits_per_byte", "{:.4f} bits per byte")),
         ("throughput", show("tokens_per_second", "{:,.0f} tokens per second")),
-        ("compiling", clock(summary.get("compile_seconds") or 0)),
+        ("compiling, last time", clock(summary.get("compile_seconds") or 0)),
         ("starts", show("starts", "{}")),
     ]

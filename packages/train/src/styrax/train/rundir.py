@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,22 @@ from styrax.core import UserError, trackers
 
 UPSTREAMS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
+STARTING = ".starting"
+"""Marks a folder in which a run is being started, until its config.toml is there."""
+
 
 class RunDir:
     """Names and writes the files of a run.
 
     ======================= ===========================================================
     ``config.toml``         the resolved configuration
-    ``versions.json``       versions and machine of each start, newest last
+    ``versions.json``       versions, machine, configuration and folder of each start, newest last
     ``metrics.jsonl``       one object a logged step; equal runs give equal bytes
     ``events.jsonl``        start, compile, evaluate, save, throughput, end; wall time
     ``checkpoints/``        complete checkpoints by step
     ``tokenizer.json``      what turns text into the run's ids
     ``samples/``            text, by step
+    ``summary.json``        numbers of the last finished start: parameters, baselines
     ``report.html``         the report, with ``loss.png``
     ======================= ===========================================================
 
@@ -44,6 +50,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = self.path / "tokenizer.json"
         self.samples = self.path / "samples"
+        self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
         self.picture = self.path / "loss.png"
 
@@ -52,14 +59,22 @@ class RunDir:
         """Whether a run was started here."""
         return self.config.is_file()
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether something was saved, whole or not; a lock and what a killed save left are nothing."""
+        if not self.checkpoints.is_dir():
+            return False
+        return any(not p.name.startswith(".") and p.name != "LOCK" for p in self.checkpoints.iterdir())
+
     def create(self) -> None:
-        """Make the folder and see that it can be written."""
+        """Make the folder and see that it can be written; what a start that was killed left there is no obstacle."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"--run {self.path} is a file; expected a folder, or a name that is free")
-        if self.path.is_dir() and not self.exists and any(self.path.iterdir()):
-            inside = sorted(p.name for p in self.path.iterdir())[:3]
+        if self.path.is_dir() and not self.exists and self.has_checkpoint:
+            raise UserError(f"--run {self._without_config()}, or choose another folder")
+        if self.path.is_dir() and not self.exists and (inside := self._foreign()):
             raise UserError(
-                f"--run {self.path} is not empty and holds no run (no config.toml; it has {', '.join(inside)}); "
+                f"--run {self.path} is not empty and holds no run (no config.toml; it has {', '.join(inside[:3])}); "
                 "choose another folder"
             )
         try:
@@ -67,6 +82,8 @@ class RunDir:
             probe = self.path / f".probe-{os.getpid()}"
             probe.touch()
             probe.unlink()
+            if not self.exists:
+                (self.path / STARTING).touch()
         except OSError as error:
             raise UserError(
                 f"cannot write in the run directory {self.path}: {error.strerror}. Choose another with --run, or "
@@ -75,11 +92,32 @@ class RunDir:
 
     def require(self) -> None:
         """Raise if no run was started here."""
-        if not self.exists:
-            what = "has no config.toml" if self.path.exists() else "does not exist"
-            raise UserError(
-                f"{self.path} is not a run: it {what}. Start one with: styrax train quickstart --run {self.path}"
-            )
+        if self.exists:
+            return
+        if self.has_checkpoint:
+            raise UserError(self._without_config())
+        if self.path.exists() and (not self.path.is_dir() or self._foreign()):
+            what = "it has no config.toml" if self.path.is_dir() else "it is a file"
+            raise UserError(f"{self.path} is not a run: {what}. Name the folder of a run, such as runs/quickstart")
+        what = "it has no config.toml" if self.path.exists() else "it does not exist"
+        raise UserError(
+            f"{self.path} is not a run: {what}. "
+            f"Start one with: styrax train quickstart --run {shlex.quote(str(self.path))}"
+        )
+
+    def begin(self, config: str, configuration: str | None = None) -> None:
+        """Note what runs here: from now on the folder holds a run.
+
+        Args:
+            config: The resolved configuration, as TOML.
+            configuration: What it was read from (:func:`styrax.train.resume.source`); None for the run's own.
+        """
+        write_atomic(self.config, config)
+        (self.path / STARTING).unlink(missing_ok=True)
+        starts = self.read_starts()
+        named = configuration or (starts[-1].get("configuration") if starts else None)
+        start = versions() | ({"configuration": named} if named else {}) | {"folder": str(Path.cwd())}
+        write_atomic(self.versions, json.dumps([*starts, start], indent=1))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -87,6 +125,11 @@ class RunDir:
         try:
             yield
         except OSError as error:
+            if isinstance(error.filename, (str, bytes)) and not self._is_inside(error.filename):
+                raise UserError(
+                    f"cannot read or write {error.filename}: {error.strerror or error}. "
+                    "Check the path, its permissions and the space on its disk"
+                ) from error
             raise UserError(
                 f"cannot write the run {self.path}: {error.strerror or error} ({error.filename or 'file unknown'}). "
                 "Free some space or make it writable, then start again: the run goes on from its last whole checkpoint"
@@ -101,24 +144,55 @@ class RunDir:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def record_versions(self) -> None:
-        """Append the versions and the machine of this start."""
-        starts = json.loads(self.versions.read_text()) if self.versions.is_file() else []
-        write_atomic(self.versions, json.dumps([*starts, versions()], indent=1))
+    def read_starts(self) -> list[dict[str, Any]]:
+        """Versions, machine, configuration and folder of each start, newest last."""
+        return [start for start in read_json(self.versions, list) if isinstance(start, dict)]
+
+    def last_start(self) -> dict[str, Any]:
+        """The newest of :meth:`read_starts`; empty when nothing is known of it."""
+        return (self.read_starts() or [{}])[-1]
+
+    def read_summary(self) -> dict[str, Any]:
+        """The numbers of summary.json."""
+        return {k: v for k, v in read_json(self.summary, dict).items() if isinstance(v, (int, float))}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The logged steps, in order; a torn last line is left out."""
+        """The logged steps, in order; lines that cannot be read are left out."""
         return trackers.read(self.metrics) if self.metrics.is_file() else []
 
     def read_events(self) -> list[dict[str, Any]]:
-        """The events, in order; a torn last line is left out."""
+        """The events, in order; lines that cannot be read are left out."""
         return _read_lines(self.events)
 
     def add_event(self, event: str, **fields: Any) -> None:
-        """Append one event with the wall time."""
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
+        """Append one event with the wall time, over the torn end that a crash may have left."""
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields}, allow_nan=False)
+        trackers.drop_torn_end(self.events)
         with self.events.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def _foreign(self) -> list[str]:
+        """Names in the folder that no start of a run can have left; a start marks the folder first."""
+        if (self.path / STARTING).is_file():
+            return []
+        return sorted(
+            p.name
+            for p in self.path.iterdir()
+            if not (p.name.startswith(".") and p.is_file())
+            and not (p == self.checkpoints and p.is_dir() and not self.has_checkpoint)
+            and not (p == self.metrics and p.is_file() and not p.stat().st_size)
+        )
+
+    def _without_config(self) -> str:
+        return (
+            f"{self.path} holds checkpoints but no config.toml, which says what they are of. Put that file back; "
+            "each checkpoint keeps what was in it, as items.run.value.config of: "
+            f"styrax checkpoint show {shlex.quote(str(self.path))} --json"
+        )
+
+    def _is_inside(self, name: str | bytes) -> bool:
+        path = Path(os.fsdecode(name))
+        return path.name == str(path) or path.absolute().is_relative_to(self.path.absolute())
 
 
 def versions() -> dict[str, Any]:
@@ -152,11 +226,37 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def read_json(path: Path, kind: type) -> Any:
+    """Read a file that a run can do without.
+
+    Args:
+        path: A JSON file.
+        kind: ``dict`` or ``list``, whichever it holds.
+
+    Returns:
+        What it holds; empty when it is missing, or, with a warning, when it is damaged.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return kind()
+    except ValueError:
+        value = None
+    if isinstance(value, kind):
+        return value
+    warnings.warn(f"{path} is damaged, so what it says is left out", stacklevel=2)
+    return kind()
+
+
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    lines: list[Mapping[str, Any]] = []
-    text = path.read_text(encoding="utf-8")
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        lines.append(json.loads(line))
-    return [dict(x) for x in lines]
+    lines: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            value = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("event"), str):
+            lines.append(value)
+    return lines

@@ -11,7 +11,16 @@ import optax
 from flax import nnx
 
 from styrax.core import UserError
+from styrax.core.config import Positive, mistakes
 from styrax.core.random import stream
+from styrax.train.checks import (
+    check_arrays,
+    check_terms,
+    key_problems,
+    loss_problems,
+    model_problems,
+    tx_problems,
+)
 from styrax.train.loss import Term
 
 if TYPE_CHECKING:
@@ -59,7 +68,12 @@ def init_state(
 
     Returns:
         ``(graphdef, state)``; the graphdef is static and is what :func:`make_step` closes over.
+
+    Raises:
+        UserError: An argument is of another kind; all are listed.
     """
+    if problems := [*model_problems(model), *tx_problems(tx), *key_problems(key)]:
+        raise UserError("\n".join(problems))
     graphdef, params, variables = split_model(model)
     if copy:
         params, variables = jax.tree.map(jnp.copy, (params, variables))
@@ -91,7 +105,16 @@ def make_step(
     Returns:
         ``step(state, batch) -> (state, metrics)``. Metrics are float32 scalars: ``loss`` (the objective), each
         further term's mean by its name, ``tokens`` (weight of the first term), and the optimizer's.
+
+    Raises:
+        UserError: An argument is of another kind (all are listed); in the step, what the loss returned is.
     """
+
+    problems = [*mistakes({"accumulate": (Positive, accumulate)}), *tx_problems(tx), *loss_problems(loss)]
+    if isinstance(rng_streams, str):
+        problems.append(f"rng_streams: expected a tuple of names, got {rng_streams!r}; write ({rng_streams!r},)")
+    if problems:
+        raise UserError("\n".join(problems))
 
     def terms(params: Any, variables: Any, batch: Any, key: Any) -> tuple[dict[str, Term], Any]:
         model = nnx.merge(graphdef, params, variables)
@@ -139,7 +162,9 @@ def make_step(
         return grads, _report(jnp.sum(values), out), variables
 
     def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        grads, report, variables = (gradient if accumulate == 1 else accumulated_gradient)(state, dict(batch))
+        grads, report, variables = (gradient if accumulate == 1 else accumulated_gradient)(
+            state, dict(check_arrays(batch))
+        )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         if metrics is not None:
@@ -169,47 +194,6 @@ def _report(value: Any, out: Mapping[str, Term]) -> dict[str, Any]:
     if "loss" in means:  # the first term keeps its name only where it is the whole objective
         means["loss_term"] = means.pop("loss")
     return {"loss": value, **means, "tokens": jnp.asarray(out[first].weight, jnp.float32)}
-
-
-def check_terms(out: Any, accumulate: int) -> dict[str, Term]:
-    """Accept a mapping of terms, or a scalar mean where one batch is one piece; explain anything else."""
-    if isinstance(out, Mapping) and out and all(isinstance(t, Term) for t in out.values()):
-        if all(t.coef == 0.0 for t in out.values()):
-            raise UserError("the loss has only terms with coef=0, so there is nothing to minimise; give one a coef")
-        return dict(out)
-    if isinstance(out, Term):
-        return {"loss": out}
-    if not isinstance(out, Mapping) and jnp.shape(out) == () and accumulate == 1:
-        return {"loss": Term(out, jnp.ones((), jnp.float32))}
-    if not isinstance(out, Mapping) and jnp.shape(out) == ():
-        raise UserError(
-            f"the loss returned a bare scalar, which cannot be accumulated over {accumulate} micro-batches: a mean of "
-            "means weighs tokens unevenly. Return {'loss': Term(sum, count)} (styrax.train.Term)"
-        )
-    raise UserError(
-        "the loss must return {name: Term(total, weight)} or a scalar; got "
-        + (
-            f"a mapping of {sorted({type(v).__name__ for v in out.values()})}"
-            if isinstance(out, Mapping)
-            else repr(out)
-        )
-    )
-
-
-def check_batch(batch: Mapping[str, Any], accumulate: int, shards: int = 1) -> None:
-    """Refuse a batch whose leading axis the micro-batches and the mesh do not divide."""
-    sizes = {k: x.shape[0] if getattr(x, "ndim", 0) else None for k, x in batch.items()}
-    if len(set(sizes.values())) != 1 or None in sizes.values():
-        raise UserError(f"every array of a batch must have the same leading axis; got {sizes}")
-    (size,) = set(sizes.values())
-    assert size is not None
-    if size % accumulate:
-        raise UserError(f"train.accumulate={accumulate} does not divide the batch of {size} rows")
-    if (size // accumulate) % shards:
-        raise UserError(
-            f"a micro-batch of {size // accumulate} rows ({size} rows / accumulate {accumulate}) does not divide over "
-            f"the {shards} devices of the mesh's batch axes; make data.batch_size a multiple of {accumulate * shards}"
-        )
 
 
 def _cut(x: Any, k: int) -> Any:

@@ -25,9 +25,9 @@ def run(args: argparse.Namespace) -> int:
     """Print it."""
     if args.action == "list":
         return _list(args)
-    resolved = from_arguments(args)
+    resolved = from_arguments(args).check()
     if args.json:
-        print(json.dumps(resolved.to_dict() if args.all else resolved.diff(), indent=2))
+        print(json.dumps(resolved.to_dict() if args.all else resolved.diff(), indent=2, allow_nan=False))
     else:
         print(resolved.to_toml(all=args.all) or "# nothing differs from the defaults\n", end="")
     return 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from styrax.core.commands.conflicts import conflicts, installed
+from styrax.core.errors import UsageError
 
 HELP = "show versions, devices, environment and known conflicts"
 
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; the exit code is 1 when something is wrong."""
+    if not 0 < args.timeout <= 86400:
+        raise UsageError(f"--timeout: expected seconds, more than 0 and at most a day (86400), got {args.timeout:g}")
     report = examine(args.timeout)
     if args.json:
         print(json.dumps(report, indent=2))

@@ -4,17 +4,17 @@ A config is a `@dataclass(frozen=True, kw_only=True)` beside what it builds, its
 class docstring's `Attributes:` section. Annotations say what is right: the constrained types below,
 `Literal`, `T | None`, `tuple[T, ...]`, `dict[str, T]`, nested dataclasses, and unions of dataclasses told
 apart by a field `kind: Literal["name"] = "name"`. Checks over several fields raise `ValueError` in
-`__post_init__`.
+`__post_init__`, after `check(self)`, which holds values given in Python to the annotations too.
 """
 
 from typing import TYPE_CHECKING
 
-from styrax.core.config.constraints import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat
+from styrax.core.config.constraints import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seed
 from styrax.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from styrax.core.config.arguments import add_arguments, from_arguments
-    from styrax.core.config.convert import build
+    from styrax.core.config.convert import build, check, mistakes
     from styrax.core.config.schema import Choice, Recipe, Resolved, Schema, find_schema, read_config
     from styrax.core.config.toml import parse
 
@@ -28,10 +28,13 @@ __all__ = [
     "Recipe",
     "Resolved",
     "Schema",
+    "Seed",
     "add_arguments",
     "build",
+    "check",
     "find_schema",
     "from_arguments",
+    "mistakes",
     "parse",
     "read_config",
 ]
@@ -46,6 +49,8 @@ __getattr__, __dir__ = lazy_exports(
         "add_arguments": "arguments",
         "from_arguments": "arguments",
         "build": "convert",
+        "check": "convert",
+        "mistakes": "convert",
         "find_schema": "schema",
         "parse": "toml",
         "read_config": "schema",

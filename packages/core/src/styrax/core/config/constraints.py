@@ -18,3 +18,6 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
 
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
 """A number, 0 or above."""
+
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+"""A seed: JAX keeps 32 bits, and takes larger integers that differ in higher bits for the same."""

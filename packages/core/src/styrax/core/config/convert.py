@@ -1,6 +1,7 @@
 """A tree of plain values to config dataclasses, with every mistake found in one pass."""
 
 import dataclasses
+import math
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,52 @@ def table(cls: type, tree: Any, path: str, problems: list[str], base: Any = None
         return _FAILED
 
 
+def check(config: Any) -> None:
+    """Refuse a config made in Python whose values its annotations do not allow, as `build` does; for `__post_init__`.
+
+    Args:
+        config: A config dataclass, all fields set. Configs within it have checked themselves.
+
+    Raises:
+        UsageError: Wrong types and broken limits, a line each.
+
+    Example:
+        >>> from styrax.core.config import PositiveFloat
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Part:
+        ...     rate: PositiveFloat = 1.0
+        ...
+        ...     def __post_init__(self):
+        ...         check(self)
+        >>> Part(rate=float("inf"))
+        Traceback (most recent call last):
+        styrax.core.errors.UsageError: rate: expected number > 0.0, got inf: numbers must be finite
+    """
+    allowed = types.hints(type(config)).items()
+    if problems := mistakes({name: (annotation, getattr(config, name)) for name, annotation in allowed}):
+        raise UsageError("\n".join(problems))
+
+
+def mistakes(arguments: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Hold arguments of a function to annotations, in the words in which a config's fields are.
+
+    Args:
+        arguments: Name -> annotation and value.
+
+    Returns:
+        A line for each wrong one.
+
+    Example:
+        >>> from styrax.core.config import Positive, PositiveFloat
+        >>> mistakes({"steps": (Positive, 2.5), "rate": (PositiveFloat, 1e-3)})
+        ['steps: expected integer >= 1, got 2.5']
+    """
+    problems: list[str] = []
+    for name, (annotation, value) in arguments.items():
+        _value(annotation, value, name, problems, dataclasses.MISSING)
+    return problems
+
+
 def plain(value: Any) -> Any:
     """Turn configs into dicts of plain values, the inverse of `build`.
 
@@ -134,6 +181,8 @@ def _value(annotation: Any, value: Any, path: str, problems: list[str], fallback
     if types.allows_none(annotation) and _is_none(value):
         return None
     tables = types.tables(annotation)
+    if tables and dataclasses.is_dataclass(value) and not isinstance(value, Bare):
+        return value  # made in Python, perhaps of the user's own class
     if tables and isinstance(value, Mapping):
         return _tagged(tables, value, path, problems, fallback)
     for member in types.members(annotation):
@@ -191,6 +240,14 @@ def _leaf(annotation: Any, value: Any, path: str, problems: list[str]) -> Any:
             )
             return _FAILED
         value = value.text
+    elif getattr(value, "shape", None) == ():  # a numpy or jax scalar
+        value = value.item()
+    elif isinstance(value, Path):
+        value = str(value)
+    outside = _outside(value)
+    if outside and Any not in types.members(annotation):
+        problems.append(f"{path}: expected {types.words(annotation)}, got {outside}")
+        return _FAILED
     # Tables and lists were looked into before: what is left to msgspec is scalars, and types without arguments.
     scalars = [each for each in types.members(annotation) if not _is_container(each)]
     try:
@@ -204,6 +261,15 @@ def _leaf(annotation: Any, value: Any, path: str, problems: list[str]) -> Any:
             near += f" (text is written {literal(literal(value))})"
         problems.append(f"{path}: expected {types.words(annotation)}, got {literal(value)}{near}")
         return _FAILED
+
+
+def _outside(value: Any) -> str:
+    # What TOML can write and nothing here can use: integers have 64 bits in TOML too, Python's have no limit.
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value}: numbers must be finite"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"an integer of {value.bit_length()} bits: 64 are the most"
+    return ""
 
 
 def _instead(annotation: Any, text: str, path: str) -> str:

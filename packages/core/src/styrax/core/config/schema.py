@@ -1,7 +1,7 @@
 """Which sections a run's file has, and what a file and overrides resolve to."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,20 @@ class Resolved:
     def __getitem__(self, section: str) -> Any:
         return self.sections[section]
 
+    def check(self) -> "Resolved":
+        """Refuse sections that do not fit together, as the schema's `misfits` tells; for what would start a run.
+
+        Returns:
+            This.
+
+        Raises:
+            UsageError: All misfits.
+        """
+        found = list(self.schema.misfits(self.sections)) if self.schema.misfits else []
+        if found:
+            raise UsageError("\n".join(found))
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain values: `schema.resolve(resolved.to_dict()) == resolved`."""
         return {name: self._tagged(name, convert.plain(config)) for name, config in self.sections.items()}
@@ -77,9 +91,12 @@ class Schema:
 
     Attributes:
         sections: Name -> config dataclass, or a `Choice` of one by kind.
+        misfits: Given the resolved sections by name, a line for each problem that no section sees alone. It is asked
+            by `Resolved.check`, not when an old run is read, which may lack what only training needs.
     """
 
     sections: Mapping[str, type | Choice]
+    misfits: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
 
     def section_class(self, name: str, kind: str | None = None) -> type | None:
         """Give a section's dataclass.

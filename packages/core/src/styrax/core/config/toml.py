@@ -51,6 +51,8 @@ def parse(text: str, name: str) -> dict[str, Any]:
         line, column = numbers if len(numbers) == 2 else (len(lines), len(lines[-1]) + 1)
         shown = lines[line - 1].expandtabs(1) if line <= len(lines) else ""
         raise UsageError(f"{name}:{line}:{column}: {message}\n  {shown}\n  {' ' * (column - 1)}^") from None
+    except ValueError:
+        raise UsageError(f"{name}: an integer has thousands of digits; 64 bits are the most") from None
 
 
 def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any
     problems = []
     for item in overrides:
         try:
+            _check_utf8(item)
             path, value = _split(item)
             _set(result, path, value)
         except ValueError as error:
@@ -125,6 +128,13 @@ def literal(value: Any) -> str:
         return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
     except TypeError:
         return repr(value)
+
+
+def _check_utf8(item: str) -> None:
+    try:
+        item.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no text arrive as lone surrogates
+        raise ValueError(f"{item!r} is not UTF-8 text; write it in UTF-8") from None
 
 
 def _split(item: str) -> tuple[list[str], Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from styrax.core.errors import UserError
 from styrax.data.build.encode import batches, encode
 from styrax.data.build.writer import StoreWriter
 from styrax.data.store.tokens import TokenStore
@@ -41,10 +42,10 @@ def write_store(
         The store, open.
 
     Raises:
-        UserError: An existing `out`, a full disk, two equal ids, no text at all, or a tokenizer whose ids do
-            not stand for the very bytes of a document.
+        UserError: Documents of another kind, an existing `out`, a full disk, two equal ids, no text at all, or a
+            tokenizer whose ids do not stand for the very bytes of a document.
     """
-    pairs = cast("Iterable[tuple[str, str]]", documents.items() if isinstance(documents, Mapping) else documents)
+    pairs = _pairs(documents)
     read = kept = done = 0
     with StoreWriter(out, tokenizer, overwrite=overwrite, keep_existing=keep_existing) as writer:
         for batch in batches(pairs, lambda pair: len(pair[1])):
@@ -61,3 +62,20 @@ def write_store(
                 progress("tokenize", done, total)
         dropped = {"empty": read - kept} if read > kept else {}
         return writer.finish(build=build or {}, report={"documents": read, "kept": kept, "dropped": dropped})
+
+
+def _pairs(documents: Any) -> Iterator[tuple[str, str]]:
+    expected = "documents: expected texts by id, such as {'a.txt': 'some text'}, or pairs of id and text"
+    if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
+        raise UserError(f"{expected}; got {type(documents).__name__}")
+    return _checked(documents.items() if isinstance(documents, Mapping) else documents, expected)
+
+
+def _checked(pairs: Iterable[Any], expected: str) -> Iterator[tuple[str, str]]:
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+            kinds = [type(part).__name__ for part in pair] if isinstance(pair, (tuple, list)) else []
+            got = f"({', '.join(kinds)})" if kinds else type(pair).__name__
+            hint = "; decode bytes first: data.decode()" if "bytes" in got else ""
+            raise UserError(f"{expected}; document {number} is {got}{hint}")
+        yield pair[0], pair[1]

@@ -7,11 +7,14 @@ import json
 import sys
 from pathlib import Path
 
-from styrax.core import UserError
-from styrax.core.config import find_schema, read_config
+from styrax.core import UsageError
+from styrax.core.config import NonNegative, NonNegativeFloat, Seed, find_schema, mistakes, read_config
+from styrax.train.interrupts import Interrupts
 from styrax.train.rundir import RunDir
 
 HELP = "stream text from a run"
+
+CUT = "before the text ended"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and what the model adds to it."""
+    """Print the prompt and what the model adds to it; a signal ends the text."""
+    with Interrupts(command=True) as interrupts, interrupts.stopping(CUT):
+        return _generate(args, interrupts)
+
+
+def _generate(args: argparse.Namespace, interrupts: Interrupts) -> int:
     folder = RunDir(args.run_dir)
     folder.require()
-    if args.max_tokens < 0 or args.temperature < 0:
-        raise UserError(
-            f"--max-tokens and --temperature must not be negative; got {args.max_tokens}, {args.temperature}"
-        )
+    problems = mistakes(
+        {
+            "--max-tokens": (NonNegative, args.max_tokens),
+            "--temperature": (NonNegativeFloat, args.temperature),
+            "--seed": (Seed, args.seed),
+        }
+    )
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no text arrive as lone surrogates
+        problems.append(f"--prompt {args.prompt!r} is not UTF-8 text; write it in UTF-8")
+    if problems:
+        raise UsageError("\n".join(problems))
     resolved = read_config(find_schema("train"), str(folder.config), [])
     tokenizer = resolved.sections["data"].load_tokenizer(folder.tokenizer)
 
@@ -49,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         sys.stdout.write(args.prompt)
     for piece in tokenizer.decode_stream(ids):
+        interrupts.check(CUT)
         pieces.append(piece)
         if not args.json:
             sys.stdout.write(piece)
