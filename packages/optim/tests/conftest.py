@@ -1,9 +1,14 @@
 """Trees that several tests train on."""
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for contract.py
 
 
 def _model(dtype=jnp.float32):

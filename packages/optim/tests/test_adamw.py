@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from styrax.core import UserError
 from styrax.core.testing import check_optimizer
 from styrax.optim import adamw
 
@@ -240,8 +241,17 @@ def test_callable_tree_is_a_tree():
 
 def test_errors_name_every_path(model, small, gradients):
     params = model()
-    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\), got 1.0; .*b2 .*; eps must be above 0"):
-        adamw(1e-3, b1=1.0, b2=-1, eps=0)
+    with pytest.raises(UserError) as caught:
+        adamw("x", b1=1.0, b2=-1, eps=0, weight_decay={"a": float("nan")}, lr_multipliers=float("inf"))  # pyright: ignore[reportArgumentType]
+    assert str(caught.value).splitlines() == [
+        "adamw:",
+        "  b2: expected number >= 0.0, <= 1.0, got -1",
+        "  eps: expected number > 0.0, got 0",
+        '  learning_rate: expected number >= 0.0, got "x"',
+        "  weight_decay.a: expected number >= 0.0, got nan: numbers must be finite",
+        "  lr_multipliers: expected number >= 0.0, got inf: numbers must be finite",
+        "  b1 must be below 1, got 1.0",
+    ]
     with pytest.raises(ValueError, match=r"nothing for 'norm/scale' .did you mean 'norms/scale'") as error:
         adamw(1e-3, weight_decay={"norms/scale": 0.1}).init(params)
     assert str(error.value).count("\n") == 11

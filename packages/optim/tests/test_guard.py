@@ -227,9 +227,11 @@ def test_container_types_do_not_matter():
 
 
 def test_bad_clip_norm():
-    for bad in (-1.0, float("nan")):
+    for bad in (-1.0, float("nan"), "x"):
         with pytest.raises(ValueError, match="clip_norm must be 0 or more, or None"):
-            guard(adamw(1e-3), clip_norm=bad)
+            guard(adamw(1e-3), clip_norm=bad)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match="clip_norm must be 0 or more, or None"):
+            measure({"w": jnp.ones(1)}, clip_norm=bad)  # pyright: ignore[reportArgumentType]
 
 
 def test_gradients_that_are_no_floats():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from styrax.core import UserError
 from styrax.core.config import build
 from styrax.core.testing import check_optimizer
 from styrax.optim import WSD, AdamW, Cosine, guard, metrics
@@ -161,6 +162,16 @@ def test_read_from_a_file_and_back():
 def test_errors():
     with pytest.raises(ValueError, match=r"b2 must be below 1, got 1.0\n.*'embd' is no role .did you mean 'embed'"):
         AdamW(b2=1.0, lr_multipliers={"embd": 1.0})
+    with pytest.raises(UserError) as caught:
+        AdamW(learning_rate=-1, eps=float("nan"), clip_norm="x", weight_decay=float("inf"))  # pyright: ignore[reportArgumentType]
+    assert str(caught.value).splitlines() == [
+        "learning_rate: expected number >= 0.0, got -1",
+        "eps: expected number > 0.0, got nan: numbers must be finite",
+        "weight_decay: expected number >= 0.0, got inf: numbers must be finite",
+        'clip_norm: expected number >= 0.0 or "none", got "x"',
+    ]
+    with pytest.raises(ValueError, match=r"steps=2\.5"):
+        AdamW().build({"w": jnp.ones(1)}, steps=2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="fits no parameter"):
         AdamW(roles={"nowhere": "matrix"}).build({"w": jnp.ones(1)}, steps=1)
     with pytest.raises(ValueError, match="steps=0"):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
-import optax
 
-from styrax.core.errors import nearest
-from styrax.core.tree import flatten, unflatten
-from styrax.optim.guard import FusedTransformation, Verdict, check_floating
+from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, Common, Leaf, Now, Step, debias, elementwise
+from styrax.optim.guard import FusedTransformation
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -73,7 +70,8 @@ def adamw(
         A transformation with state `AdamWState`, whose structure, shapes and dtypes never change.
 
     Raises:
-        ValueError: A constant is out of range; at `init`, a parameter is not a real floating array or a
+        UserError: A constant is out of range or no number; all are listed.
+        ValueError: At `init`, a parameter is not a real floating array or a
             mapping lacks it; at `update`, the gradient does not fit the state.
 
     Source: Kingma and Ba 2015, arXiv 1412.6980, algorithm 1; Loshchilov and Hutter 2019, arXiv 1711.05101,
@@ -86,109 +84,18 @@ def adamw(
         >>> [round(float(u), 4) for u in updates["w"]], float(state.learning_rate)
         ([-0.5, 0.5], 0.5)
     """
-    _check_constants(b1, b2, eps)
-    decays, multipliers = _by_path(weight_decay), _by_path(lr_multipliers)
+    common = Common("adamw", learning_rate, schedule, weight_decay, lr_multipliers)
+    common.check(b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2), eps=(ABOVE_ZERO, eps))
 
-    peak = learning_rate
+    def rule(now: Now) -> Step:
+        debias1, debias2 = debias(b1, now.t), debias(b2, now.t)
 
-    def rate_at(count: Any, peak: Any) -> Float[Array, ""]:
-        rate = jnp.asarray(peak, jnp.float32)
-        return rate if schedule is None else rate * jnp.asarray(schedule(count), jnp.float32)
+        def step(leaf: Leaf) -> tuple[Any, tuple[Any, ...]]:
+            g, (mu, nu) = leaf.g, leaf.slots
+            mu = now.keep(b1 * mu + (1.0 - b1) * g, mu)
+            nu = now.keep(b2 * nu + (1.0 - b2) * (g * g), nu)
+            return debias1 * mu / (jnp.sqrt(debias2 * nu) + eps), (mu, nu)
 
-    def init(params: Any) -> AdamWState:
-        leaves = flatten(params)
-        check_floating(leaves, "parameter")
-        _check_paths(leaves, weight_decay=weight_decay, lr_multipliers=lr_multipliers)
-        count = jnp.zeros((), jnp.int32)
-        mu, nu = ({path: jnp.zeros_like(w, jnp.float32) for path, w in leaves.items()} for _ in range(2))
-        return AdamWState(count, rate_at(count, peak), unflatten(params, mu), unflatten(params, nu))
+        return step
 
-    def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        learning_rate: Any = None,
-        verdict: Verdict | None = None,
-        **extra: Any,
-    ) -> tuple[Any, AdamWState]:
-        del extra
-        grads, mu, nu, weights = (flatten(tree) for tree in (updates, state.mu, state.nu, params))
-        _check_update(grads, mu, weights, decays)
-
-        def keep(new: Any, old: Any) -> Any:
-            return new if verdict is None else jnp.where(verdict.apply, new, old)
-
-        rate = rate_at(state.count, peak if learning_rate is None else learning_rate)
-        t = (state.count + 1).astype(jnp.float32)
-        debias1, debias2 = _debias(b1, t), _debias(b2, t)
-        steps = {}
-        for path, g in grads.items():
-            g = jnp.asarray(g).astype(jnp.float32)
-            if verdict is not None:
-                g = g * verdict.scale
-            # Select first and step from the result: a step from the values before the select would keep the
-            # old moments alive past their replacement, and XLA would copy them.
-            m = mu[path] = keep(b1 * mu[path] + (1.0 - b1) * g, mu[path])
-            v = nu[path] = keep(b2 * nu[path] + (1.0 - b2) * (g * g), nu[path])
-            step = debias1 * m / (jnp.sqrt(debias2 * v) + eps)
-            if decay := decays(path):
-                step = step + decay * jnp.asarray(weights[path]).astype(jnp.float32)
-            # Adding a negative zero changes no bit of any weight; adding a positive one turns -0 into 0.
-            steps[path] = keep(-(multipliers(path) * rate) * step, jnp.float32(-0.0))
-        count = keep(optax.safe_increment(state.count), state.count)
-        rate = keep(rate, state.learning_rate)
-        state = AdamWState(count, rate, unflatten(state.mu, mu), unflatten(state.nu, nu))
-        return unflatten(updates, steps), state
-
-    return FusedTransformation(init, update)
-
-
-def _debias(b: float, t: Float[Array, ""]) -> Float[Array, ""]:
-    # 1 / (1 - b^t) without the cancellation of 1 - b^t in float32, which at b = 0.999 costs three digits.
-    return jnp.ones((), jnp.float32) if b == 0 else -1.0 / jnp.expm1(t * math.log(b))
-
-
-def _by_path(value: float | Mapping[str, float]) -> Callable[[str], float]:
-    if isinstance(value, Mapping):
-        return value.__getitem__
-    return lambda path: value
-
-
-def _check_constants(b1: float, b2: float, eps: float) -> None:
-    problems = [f"{name} must be in [0, 1), got {b}" for name, b in (("b1", b1), ("b2", b2)) if not 0 <= b < 1]
-    if not eps > 0:
-        problems.append(f"eps must be above 0, got {eps}")
-    if problems:
-        raise ValueError("adamw: " + "; ".join(problems))
-
-
-def _check_paths(leaves: Mapping[str, Any], **by_path: float | Mapping[str, float]) -> None:
-    # More names than parameters are fine: `optax.masked` hides some of those that a recipe was built for.
-    lines = [
-        f"  {name} has nothing for {path!r}{nearest(path, value)}"
-        for name, value in by_path.items()
-        if isinstance(value, Mapping)
-        for path in leaves
-        if path not in value
-    ]
-    if lines:
-        raise ValueError("\n".join(["adamw: the numbers by path do not fit the parameters:", *lines]))
-
-
-def _check_update(
-    grads: Mapping[str, Any],
-    mu: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    decays: Callable[[str], float],
-) -> None:
-    lines = []
-    for path, g in grads.items():
-        if path not in mu:
-            lines.append(f"  {path!r} has a gradient but no state{nearest(path, mu)}")
-        elif jnp.shape(g) != jnp.shape(mu[path]):
-            lines.append(f"  {path!r}: gradient {jnp.shape(g)}, state {jnp.shape(mu[path])}")
-        elif decays(path) and path not in weights:
-            lines.append(f"  {path!r} has weight decay, but `params` was not given or lacks it")
-    if lines:
-        raise ValueError("\n".join(["adamw: the gradient does not fit the state:", *lines]))
+    return elementwise(common, AdamWState, 2, rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -65,7 +66,7 @@ def measure(updates: Any, *, clip_norm: float | None = 1.0, skip_nonfinite: bool
         skip_nonfinite: Whether a non-finite norm stops the step.
 
     Raises:
-        ValueError: Some leaves are not real floating arrays; all are listed.
+        ValueError: Some leaves are not real floating arrays (all are listed), or `clip_norm` is negative or NaN.
 
     Source: Pascanu et al. 2013, arXiv 1211.5063, algorithm 1.
 
@@ -74,6 +75,7 @@ def measure(updates: Any, *, clip_norm: float | None = 1.0, skip_nonfinite: bool
         >>> float(verdict.norm), round(float(verdict.scale), 6)
         (5.0, 0.2)
     """
+    check_clip_norm(clip_norm)
     leaves = flatten(updates)
     check_floating(leaves, "gradient")
     squares = [jnp.sum(jnp.square(jnp.asarray(g).astype(jnp.float32))) for g in leaves.values()]
@@ -118,8 +120,7 @@ def guard(
         >>> [float(u) == 0 for u in updates], int(state.skipped)
         ([True, True], 1)
     """
-    if clip_norm is not None and not clip_norm >= 0:
-        raise ValueError(f"clip_norm must be 0 or more, or None for no clipping; got {clip_norm}")
+    check_clip_norm(clip_norm)
     fused = isinstance(inner, FusedTransformation)
     inner = optax.with_extra_args_support(inner) if not fused else inner
 
@@ -132,16 +133,17 @@ def guard(
         if fused:
             updates, inner_state = inner.update(updates, state.inner, params, verdict=verdict, **extra)
         else:
-            updates, inner_state = _selected(inner, verdict, updates, state.inner, params, extra)
+            updates, inner_state = selected(inner, verdict, updates, state.inner, params, extra)
         skipped = state.skipped + jnp.logical_not(verdict.apply).astype(jnp.int32)
         return updates, GuardState(inner_state, verdict.norm, verdict.scale, skipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _selected(
+def selected(
     inner: Any, verdict: Verdict, updates: Any, state: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, Any]:
+    """Run a transformation that knows no verdict, and keep what it had where the step is not taken."""
     # Zero times NaN is NaN, so a skipped gradient is replaced, not multiplied.
     grads = jax.tree.map(
         lambda g: jnp.where(verdict.apply, jnp.asarray(g).astype(jnp.float32) * verdict.scale, 0.0), updates
@@ -154,6 +156,18 @@ def _selected(
 
 def _as(new: Any, old: Any) -> Any:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def check_clip_norm(clip_norm: Any) -> None:
+    """Refuse what is no norm; a traced one may be anything.
+
+    Raises:
+        ValueError: It is negative, NaN, or no number.
+    """
+    if clip_norm is None or isinstance(clip_norm, jax.Array):
+        return
+    if not isinstance(clip_norm, numbers.Real) or not float(clip_norm) >= 0:
+        raise ValueError(f"clip_norm must be 0 or more, or None for no clipping; got {clip_norm!r}")
 
 
 def check_floating(leaves: dict[str, Any], what: str) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from styrax.core import nearest
-from styrax.core.config import Fraction, NonNegativeFloat, PositiveFloat
+from styrax.core.config import Fraction, NonNegativeFloat, PositiveFloat, check
+from styrax.optim.curves import Cycles, InverseSqrt, Linear, Piecewise
 from styrax.optim.roles import DECAY_ROLES, ROLES, Role, Table, describe
 from styrax.optim.schedules import WSD, Cosine
 
@@ -38,7 +39,7 @@ class AdamW:
         roles: Path pattern to role, before the default rules.
         clip_norm: Largest global norm of the gradient; absent for no clipping.
         skip_nonfinite: Skip a step whose gradient has an infinity or a NaN.
-        schedule: How the learning rate moves: `cosine` or `wsd`.
+        schedule: How the learning rate moves: `cosine`, `wsd`, `linear`, `inverse_sqrt`, `piecewise` or `cycles`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -60,10 +61,11 @@ class AdamW:
     roles: dict[str, Role] = field(default_factory=dict)
     clip_norm: NonNegativeFloat | None = 1.0
     skip_nonfinite: bool = True
-    schedule: Cosine | WSD = field(default_factory=Cosine)
+    schedule: Cosine | WSD | Linear | InverseSqrt | Piecewise | Cycles = field(default_factory=Cosine)
 
     def __post_init__(self) -> None:
-        """Check what one field alone cannot tell."""
+        """Check the values, and then what one field alone cannot tell."""
+        check(self)
         problems = [f"{name} must be below 1, got {b}" for name, b in (("b1", self.b1), ("b2", self.b2)) if b >= 1]
         named = {"decay_roles": self.decay_roles, "lr_multipliers": self.lr_multipliers}
         for name, found in {**named, "roles": self.roles.values()}.items():
@@ -99,7 +101,7 @@ class AdamW:
 
         Raises:
             UserError: The rules in `roles` do not fit the parameters.
-            ValueError: `steps` is below 1.
+            ValueError: `steps` is not an integer of 1 or more.
         """
         from styrax.optim.adamw import adamw
         from styrax.optim.guard import guard

@@ -93,7 +93,7 @@ def roles(
         if (pattern := winners[path]) is not None:
             found[path] = rules[pattern]
         elif default is not None:
-            found[path] = _by_shape(defaults[default], len(_shape(leaf)) - _is_stacked(path, stacked))
+            found[path] = _by_shape(defaults[default], len(shape_of(leaf)) - is_stacked(path, stacked))
         else:
             problems.append(f"no rule fits {path!r}{nearest(path, rules)}")
     if problems:
@@ -172,7 +172,7 @@ def describe(
     return Table(
         Row(
             path,
-            _shape(leaf),
+            shape_of(leaf),
             found[path],
             multipliers.get(found[path], 1.0),
             weight_decay if found[path] in decay_roles else 0.0,
@@ -191,12 +191,14 @@ def _by_shape(role: Role, ndim: int) -> Role:
     return "vector" if ndim == 1 else role
 
 
-def _is_stacked(path: str, stacked: Collection[str]) -> bool:
+def is_stacked(path: str, stacked: Collection[str]) -> bool:
+    """Tell whether a path goes through a segment named in `stacked` without an index after it."""
     segments = path.split("/")
     return any(a in stacked and not b.isdigit() for a, b in itertools.pairwise(segments))
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
+def shape_of(leaf: Any) -> tuple[int, ...]:
+    """Give the shape of an array, or of anything that says one."""
     return tuple(getattr(leaf, "shape", ()))
 
 

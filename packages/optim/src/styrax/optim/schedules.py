@@ -7,6 +7,7 @@ from where it stands.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,7 +51,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check("Cosine", warmup=self.warmup, final=float(self.final))
+        check_amounts("Cosine", warmup=self.warmup, final=float(self.final))
 
     def build(self, *, steps: int, peak: float = 1.0) -> Schedule:
         """Make the function `step -> learning rate`, which is an optax schedule.
@@ -60,12 +61,12 @@ class Cosine:
             peak: Largest learning rate; 1 gives multiples of the peak.
 
         Raises:
-            ValueError: `steps` is below 1.
+            ValueError: `steps` is not an integer of 1 or more.
         """
         import jax.numpy as jnp
 
-        warm = _warmup(self.warmup, _total(steps))
-        start = _amount(self.warmup, steps)
+        warm = warm_up(self.warmup, total(steps))
+        start = amount(self.warmup, steps)
 
         def rate(step: Any) -> Float[Array, ""]:
             t = jnp.asarray(step, jnp.float32)
@@ -107,7 +108,7 @@ class WSD:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check("WSD", warmup=self.warmup, decay=self.decay, final=float(self.final))
+        check_amounts("WSD", warmup=self.warmup, decay=self.decay, final=float(self.final))
 
     def build(self, *, steps: int, peak: float = 1.0) -> Schedule:
         """Make the function `step -> learning rate`, which is an optax schedule.
@@ -117,12 +118,12 @@ class WSD:
             peak: Largest learning rate; 1 gives multiples of the peak.
 
         Raises:
-            ValueError: `steps` is below 1.
+            ValueError: `steps` is not an integer of 1 or more.
         """
         import jax.numpy as jnp
 
-        warm = _warmup(self.warmup, _total(steps))
-        length = _amount(self.decay, steps)
+        warm = warm_up(self.warmup, total(steps))
+        length = amount(self.decay, steps)
 
         def rate(step: Any) -> Float[Array, ""]:
             t = jnp.asarray(step, jnp.float32)
@@ -132,32 +133,39 @@ class WSD:
         return rate
 
 
-def _amount(amount: int | float, steps: int) -> int:
-    return amount if isinstance(amount, int) else round(amount * steps)
+def amount(given: int | float, steps: int) -> int:
+    """Turn an amount into steps: an integer is a number of them, a number with a point a fraction of all."""
+    return given if isinstance(given, int) else round(given * steps)
 
 
-def _warmup(amount: int | float, steps: int) -> Callable[[Any], Any]:
+def warm_up(given: int | float, steps: int) -> Callable[[Any], Any]:
+    """Make the function of the step that rises as `(t + 1) / W` to 1."""
     import jax.numpy as jnp
 
-    length = max(_amount(amount, steps), 1)
+    length = max(amount(given, steps), 1)
     return lambda t: jnp.minimum((t + 1.0) / length, 1.0)
 
 
-def _total(steps: int) -> int:
-    if steps < 1:
-        raise ValueError(f"a schedule needs the total number of steps, 1 or more; got steps={steps}")
+def total(steps: int) -> int:
+    """Refuse a total that is none."""
+    if not isinstance(steps, numbers.Integral) or not 1 <= steps < 2**31:
+        raise ValueError(
+            f"a schedule needs the total number of steps, an integer from 1 to 2**31 - 1; got steps={steps!r}"
+        )
     return steps
 
 
-def _check(owner: str, **values: int | float) -> None:
+def check_amounts(owner: str, **values: int | float) -> None:
+    """Refuse amounts that are neither steps nor fractions."""
     problems = []
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             problems.append(f"{name} must be a number, got {value!r}")
-        elif isinstance(value, int) and value < 0:
-            problems.append(f"{name}={value} must be a number of steps, 0 or more")
+        elif isinstance(value, int) and not 0 <= value < 2**31:
+            problems.append(f"{name}={value} must be a number of steps, 0 or more, below 2**31")
         elif isinstance(value, float) and not 0.0 <= value <= 1.0:
-            hint = f"; write {int(value)} for a number of steps" if name != "final" and value > 1 else ""
+            steps = name != "final" and 1 < value < 2**31
+            hint = f"; write {int(value)} for a number of steps" if steps else ""
             problems.append(f"{name}={value} must be a fraction from 0.0 to 1.0{hint}")
     if problems:
         raise ValueError(f"{owner}: " + "; ".join(problems))

@@ -1,0 +1,124 @@
+"""One contract for every optimizer: nothing drifts, nothing hides, nothing breaks, on any tree and dtype."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract import CASES
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from styrax.core.tree import flatten
+from styrax.optim import state_shardings
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def tree(dtype=F32):
+    rng = np.random.default_rng(0)
+
+    def array(*shape):
+        return jnp.asarray(rng.normal(size=shape) * 0.1, dtype)
+
+    return {
+        "embed": {"embedding": array(16, 8)},
+        "head": {"kernel": array(8, 16), "bias": array(16)},
+        "layers": {"mlp": {"kernel": array(2, 8, 8)}, "norm": {"scale": array(2, 8)}},
+    }
+
+
+def as_list(params):
+    """The same leaves with a list of layers, whose paths have an index."""
+    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(2)]
+    return {**params, "layers": layers}
+
+
+def as_state(params):
+    nnx = pytest.importorskip("flax.nnx")
+    return nnx.State(jax.tree.map(nnx.Param, params))
+
+
+KINDS = {"dict": lambda params: params, "list": as_list, "nnx": as_state}
+
+
+def signature(value):
+    return {path: (x.shape, x.dtype) for path, x in flatten(value).items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_drifts(name, kind):
+    """State after update has the structure, shapes and dtypes of init; traced and not run, so this is cheap."""
+    for dtype, grad_dtype in itertools.product((F32, BF16), repeat=2):
+        params = jax.eval_shape(lambda dtype=dtype: KINDS[kind](tree(dtype)))
+        grads = jax.eval_shape(lambda grad_dtype=grad_dtype: KINDS[kind](tree(grad_dtype)))
+        tx = CASES[name](params)
+        state = jax.eval_shape(tx.init, params)
+        updates, after = jax.eval_shape(tx.update, grads, state, params)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        assert signature(after) == signature(state)
+        assert jax.tree.structure(updates) == jax.tree.structure(grads)
+        assert {p: s for p, (s, _) in signature(updates).items()} == {p: s for p, (s, _) in signature(params).items()}
+        slots = [d for _, d in signature(state).values() if jnp.issubdtype(d, jnp.floating)]
+        assert BF16 not in slots or "optax" in name, "a moment in bfloat16 sticks"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_scanned_and_stays_finite(name):
+    """In one program: zero, rank-1 and heavy-tailed gradients one after another, as the carry of a scan."""
+    params = tree()
+    tx = CASES[name](params)
+    rng = np.random.default_rng(1)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    one = jax.tree.map(lambda x: jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype), x.shape), params)
+    heavy = jax.tree.map(lambda x: jnp.asarray(rng.standard_cauchy(x.shape), x.dtype), params)
+    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), zero, one, heavy, one, zero, heavy)
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+        return (params, state), updates
+
+    state = tx.init(params)
+    for expected, got in zip(jax.tree.leaves(jax.eval_shape(tx.init, params)), jax.tree.leaves(state)):
+        assert (expected.shape, expected.dtype) == (got.shape, got.dtype)
+    scan = jax.jit(lambda carry, grads: jax.lax.scan(step, carry, grads))
+    (after, end), updates = scan((params, state), grads)
+    for path, x in {**flatten(after), **flatten(updates)}.items():
+        assert np.isfinite(np.asarray(x, np.float32)).all(), path
+    for path, x in flatten(end).items():
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            assert np.isfinite(np.asarray(x, np.float32)).all(), path
+    # Stopped in the middle and gone on, bit for bit.
+    half = jax.tree.map(lambda g: g[:3], grads), jax.tree.map(lambda g: g[3:], grads)
+    carry, _ = scan((params, state), half[0])
+    (again, _), _ = scan(jax.tree.map(jnp.asarray, jax.device_get(carry)), half[1])
+    jax.tree.map(np.testing.assert_array_equal, again, after)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_lies_as_its_parameters(name):
+    """Sharded by the shapes alone, without compiling: every leaf like a parameter lies as that parameter."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"embed/embedding": ("a", "b"), "head/kernel": ("b", "a"), "layers/mlp/kernel": (None, "a", "b")}
+    shapes = flatten(jax.eval_shape(tree))
+    params = tree()
+    from styrax.core.tree import unflatten
+
+    abstract = unflatten(
+        params,
+        {
+            path: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*specs.get(path, ())))
+            )
+            for path, x in shapes.items()
+        },
+    )
+    tx = CASES[name](params)
+    found = flatten(state_shardings(tx, abstract))
+    for path, x in flatten(jax.eval_shape(tx.init, abstract)).items():
+        owner = next((p for p in specs if path.endswith(p) and shapes[p].shape == x.shape), None)
+        if owner:
+            assert found[path].spec == PartitionSpec(*specs[owner]), path
