@@ -52,6 +52,7 @@ def test_missing_text_names_the_source(styrax):
     assert "nowhere/*.txt" in said
 
 
+@pytest.mark.slow
 def test_a_run_without_held_out_text_has_a_report_without_it(styrax):
     config = styrax.config(data__held_out=0, train__steps=2, train__eval_every=1, train__baselines="true")
     done = styrax("train", config, "--run", "a run [bold]", "--json")
@@ -75,6 +76,7 @@ def test_a_run_of_another_configuration_is_refused_and_stays_usable(styrax):
     styrax("train", config, "--run", "run", "train.steps=5")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_lists_the_differences(styrax):
     config = styrax.config(train__steps=2)
     styrax("train", config, "--run", "run")
@@ -97,6 +99,7 @@ def test_a_store_cut_short_names_the_file(styrax):
     assert shard.name in said
 
 
+@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint_is_reported_and_the_one_before_used(styrax):
     config = styrax.config(train__steps=6, checkpoint__every=2, train__eval_every=0)
     styrax("train", config, "--run", "run")
@@ -126,6 +129,7 @@ def test_accumulation_that_does_not_divide_the_batch(styrax):
     assert "train.accumulate=3" in said
 
 
+@pytest.mark.slow
 def test_a_second_trainer_on_the_same_run_is_refused(styrax):
     config = styrax.config(train__steps=100000, checkpoint__every=100000)
     process = styrax.start("train", config, "--run", "run")
@@ -142,7 +146,7 @@ def test_a_second_trainer_on_the_same_run_is_refused(styrax):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root can write anywhere, so a read-only mount is needed")
-@pytest.mark.parametrize("kind", ["full", "read-only"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "read-only"])
 def test_disk_that_cannot_be_written(styrax, kind):
     disk = styrax.folder / "disk"
     disk.mkdir()

@@ -46,7 +46,7 @@ def test_train_resume_generate_report(styrax):
     assert numbers["bigram_bits_per_byte"] > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_next_start_goes_on(styrax, number):
     config = styrax.config(train__steps=120, checkpoint__every=1000, train__eval_every=0)
     run, straight = styrax.folder / "run", styrax.folder / "straight"

@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from support import lines
 
 CHANGED = "data.weights=[[0, {one = 1, two = 1}], [6, {two = 1}]]"
 ALLOWED = 'data.allow_changes=["mixture"]'
 
 
+@pytest.mark.slow
 def test_the_mixture_of_a_run_can_be_changed_from_where_it_is(styrax):
     source = json.dumps([str(styrax.corpus)])
     config = styrax.config(

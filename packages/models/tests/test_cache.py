@@ -53,6 +53,7 @@ def test_what_a_slot_held_before_does_not_matter(build, tokens, run):
         assert (one == two).all()
 
 
+@pytest.mark.slow
 def test_overflow_is_an_error_where_it_can_be_known(build, tokens, run):
     model = build(num_layers=1)
     with pytest.raises(UserError, match=r"the cache has 4 slots per row, 0 of them filled, and got 5 more tokens"):

@@ -150,6 +150,7 @@ def test_state_is_parameters_only(build):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.as_pure(params)))
 
 
+@pytest.mark.slow
 def test_initialises_eagerly_abstractly_and_compiled_into_shards(run):
     config = DecoderConfig(num_layers=8, embed_dim=64, num_heads=4, tied=False)
 
@@ -212,6 +213,7 @@ def run_alone(code, **environment):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_works_over_a_mesh():
     run_alone(SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
 

@@ -216,6 +216,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_conformance(name, small):
     check_optimizer(PLAIN[name](), small())

@@ -55,6 +55,7 @@ def twin(w, grads, noise, *, rate, left=True, right=True, decay=0.1):
     return w
 
 
+@pytest.mark.slow
 def test_same_trajectory_as_float64():
     rng = np.random.default_rng(0)
     params = {

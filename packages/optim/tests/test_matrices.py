@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_explicit_axes(name):
     """On split axes that no reshape may touch, the same update as on one device, and where the parameters lie."""

@@ -230,7 +230,7 @@ def collectives(text):
     return found
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 def test_collectives_on_eight_devices(kind):
     """At most three all-to-alls and 4 MiB on each device, whatever is split; padding where eight does not divide."""
     assert jax.device_count() == 8

@@ -166,6 +166,7 @@ def test_eight_bit_follows_adamw_on_heavy_tailed_gradients(tail):
     assert np.sqrt((away**2).mean()) < 0.1 * np.sqrt((moved**2).mean())
 
 
+@pytest.mark.slow
 def test_eight_bit_skips_bit_for_bit():
     params = {"w": jnp.ones((16, 300))}
     tx = guard(eight_bit_adamw(1e-2, specs=MATRIX))

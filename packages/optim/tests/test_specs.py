@@ -36,7 +36,7 @@ def test_nothing_is_guessed(model):
         need_axes(found, [path for path, spec in found.items() if spec.role == "matrix"], "muon")
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.data())
 def test_matrices_and_back(data):
     letters = "".join(data.draw(st.permutations("s" * data.draw(st.integers(0, 2)) + "i" * 2 + "o" * 2)))
