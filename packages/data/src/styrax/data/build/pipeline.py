@@ -25,6 +25,9 @@ from styrax.data.build.writer import StoreWriter, check_out
 from styrax.data.store.tokens import TokenStore
 from styrax.data.tokenizer import StoreTokenizer
 
+#: Bytes of files from which processes are started unasked.
+WORTH_BYTES = 64_000_000
+
 Dedup = Literal["exact"] | NearDuplicates
 OnError = Literal["raise"] | Quarantine
 Source = str | Path | Records | Any
@@ -69,7 +72,7 @@ def build_store(
         on_error: `raise` at the first malformed record, or put such records aside within a budget.
         dedup: `exact` keeps the first of documents with equal text; an object finds near duplicates.
         decontaminate: Finds documents that hold a text to keep out; they are dropped.
-        workers: How many processes; by default one for each core.
+        workers: How many processes; by default one for each core, or this one alone where there is little to do.
         overwrite: Replace a store at `out`.
         progress: Called as `progress(label, done, total)`, in bytes.
 
@@ -174,8 +177,9 @@ def make_parts(
     waiting = tasks()
     with explained(out):
         some = list(itertools.islice(waiting, 2))
-        # One unit is not worth a process.
-        count = _workers(workers, job) if len(some) == 2 else 1
+        # One unit is not worth a process, nor is what the tokenizer does on all cores before processes have begun.
+        small = workers is None and total is not None and total < WORTH_BYTES
+        count = _workers(workers, job) if len(some) == 2 and not small else 1
         if count > 1:
             run_workers(itertools.chain(some, waiting), job, count, report)
         else:
