@@ -13,6 +13,8 @@ from styrax.data.spec import bpe_size
 if TYPE_CHECKING:
     from styrax.data.build import Progress
     from styrax.data.dataset import LMData
+    from styrax.data.plan.mixture import Mixture
+    from styrax.data.store import TokenStore
     from styrax.data.tokenizer import StoreTokenizer
 
 
@@ -92,39 +94,14 @@ class TokensConfig:
         Raises:
             UserError: Neither sources nor a store, missing or malformed text, a damaged store, a full disk.
         """
-        from styrax.data.cache import cached_store
-        from styrax.data.dataset import LMData
-        from styrax.data.store.remote import open_store
 
-        if self.store is not None:
-            store = open_store(self.store, cache_dir=cache_dir)
-        elif self.sources:
-            store = cached_store(
-                self.sources,
-                tokenizer=self.tokenizer,
-                errors=self.errors,
-                split_on=self.split_on,
-                max_bytes=self.max_bytes,
-                cache_dir=cache_dir,
-                progress=progress,
-            )
-        else:
+        if self.store is None and not self.sources:
             raise UserError(
                 'data has neither sources nor a store; set sources = ["corpus/**/*.txt"] (files, folders, '
                 'globs or "python:stdlib"), or store = the folder that `styrax data build` made'
             )
-        return LMData(
-            store,
-            seed=seed,
-            seq_len=self.seq_len,
-            batch_size=self.batch_size,
-            pack=self.pack,
-            held_out=self.held_out,
-            max_held_out_batches=self.max_held_out_batches,
-            skip_steps=self.skip_steps,
-            allow=self.allow_changes,
-            prefetch=self.prefetch,
-        )
+        store = _open(self, self.tokenizer, cache_dir, progress)
+        return _rows(self, store, seed)
 
     def load_tokenizer(self, path: Path) -> StoreTokenizer:
         """Read the tokenizer that a run keeps beside its checkpoints.
@@ -221,44 +198,55 @@ class MixtureConfig:
 
     def build(self, *, seed: int, cache_dir: Path | None = None, progress: Progress | None = None) -> LMData:
         """Make the dataset, building the stores of text sources at first use; see `TokensConfig.build`."""
-        from styrax.data.cache import cached_store
-        from styrax.data.dataset import LMData
         from styrax.data.plan.mixture import Mixture
-        from styrax.data.store.remote import open_store
 
         if not self.sources:
             raise UserError("data has no sources; name each: [data.sources.web] with sources = [...] or store = ...")
-        stores = {
-            name: open_store(source.store, cache_dir=cache_dir)
-            if source.store is not None
-            else cached_store(
-                source.sources,
-                tokenizer=self.tokenizer,
-                errors=source.errors,
-                split_on=source.split_on,
-                max_bytes=source.max_bytes,
-                cache_dir=cache_dir,
-                progress=progress,
-            )
-            for name, source in self.sources.items()
-        }
+        stores = {name: _open(source, self.tokenizer, cache_dir, progress) for name, source in self.sources.items()}
         limits = {name: source.max_epochs for name, source in self.sources.items() if source.max_epochs is not None}
         mixture = Mixture(stores, self.weights or None, interpolate=self.interpolate, max_epochs=limits or None)
-        return LMData(
-            mixture,
-            seed=seed,
-            seq_len=self.seq_len,
-            batch_size=self.batch_size,
-            pack=self.pack,
-            held_out=self.held_out,
-            max_held_out_batches=self.max_held_out_batches,
-            skip_steps=self.skip_steps,
-            allow=self.allow_changes,
-            prefetch=self.prefetch,
-        )
+        return _rows(self, mixture, seed)
 
     def load_tokenizer(self, path: Path) -> StoreTokenizer:
         """Read the tokenizer that a run keeps beside its checkpoints."""
         from styrax.data.tokenizer import load_tokenizer
 
         return load_tokenizer(path)
+
+
+def _open(
+    source: TokensConfig | SourceConfig, tokenizer: str, cache_dir: Path | None, progress: Progress | None
+) -> TokenStore:
+    """Open the store that a configuration names, or that of its text, building it at first use."""
+    from styrax.data.cache import cached_store
+    from styrax.data.store.remote import open_store
+
+    if source.store is not None:
+        return open_store(source.store, cache_dir=cache_dir)
+    return cached_store(
+        source.sources,
+        tokenizer=tokenizer,
+        errors=source.errors,
+        split_on=source.split_on,
+        max_bytes=source.max_bytes,
+        cache_dir=cache_dir,
+        progress=progress,
+    )
+
+
+def _rows(config: TokensConfig | MixtureConfig, store: TokenStore | Mixture, seed: int) -> LMData:
+    """Lay what a configuration names into rows, as it says."""
+    from styrax.data.dataset import LMData
+
+    return LMData(
+        store,
+        seed=seed,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        pack=config.pack,
+        held_out=config.held_out,
+        max_held_out_batches=config.max_held_out_batches,
+        skip_steps=config.skip_steps,
+        allow=config.allow_changes,
+        prefetch=config.prefetch,
+    )
