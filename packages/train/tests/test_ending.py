@@ -1,19 +1,11 @@
-import io
-import json
-import shlex
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from rich.console import Console
 
 from styrax.core import UserError
-from styrax.core.cli import main
 from styrax.train import session
 from styrax.train.baselines import Bigram, gzip_bits_per_byte
-from styrax.train.config import SCHEMA
 from styrax.train.interrupts import Interrupts
-from styrax.train.report import rows, summarise
+from styrax.train.report import summarise
 from styrax.train.rundir import RunDir, write_atomic
 
 NAN_RUN = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": "nan", "held_out_loss": "inf"}\n'
@@ -54,35 +46,8 @@ def test_nothing_held_out_has_no_baselines():
     }
 
 
-def test_a_number_that_is_not_finite_is_null_in_json_and_words_for_people(run, capsys):
-    run.metrics.write_text(NAN_RUN)
-    write_atomic(run.path / "summary.json", '{"gzip_bits_per_byte": NaN, "parameters": 3}')
-    summary = summarise(run)
-    assert (summary["loss"], summary["held_out_loss"], summary["gzip_bits_per_byte"]) == (None, None, None)
-    assert summary["parameters"] == 3
-    assert dict(rows(summary))["training loss, last step"] == "not finite"
-    assert main(["report", str(run.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["loss"] is None
-
-
 def test_a_run_that_ends_without_a_finite_loss_is_no_success(run):
     session.check_ending(summarise(run))
     run.metrics.write_text(NAN_RUN)
     with pytest.raises(UserError, match="2 steps, but the last loss is not finite"):
         session.check_ending(summarise(run))
-
-
-def test_what_to_try_next_can_be_pasted_into_a_shell(run):
-    out = io.StringIO()
-    resolved = SCHEMA.resolve({}, ["train.baselines=false"])
-    result = SimpleNamespace(state=SimpleNamespace(params={}), step=1)
-    summary = session.finish(Console(file=out, width=60), run, resolved, Data(), result, Interrupts())  # pyright: ignore[reportArgumentType]
-    assert summary["step"] is None
-    lines = out.getvalue().splitlines()
-    generate, train = (
-        next(shlex.split(x) for x in lines if x.startswith(f"styrax {n}")) for n in ("generate", "train")
-    )
-    assert generate == ["styrax", "generate", str(run.path), "--prompt", "class "]
-    assert train == ["styrax", "train", "--run", str(run.path), "train.steps=2000"]
-    assert any(line.endswith(str(run.report)) for line in lines)
-    assert shlex.quote(str(run.path)).replace("'", "&#x27;") in run.report.read_text()
