@@ -7,6 +7,7 @@ from flax import nnx
 from styrax.core import UsageError, registry, tree
 from styrax.core import config as configuration
 from styrax.models import DecoderConfig
+from styrax.models.config import Scales
 
 
 def test_import_costs_no_jax():
@@ -22,10 +23,10 @@ def test_is_an_entry_point():
     assert registry.resolve("styrax.models", "decoder") is DecoderConfig
 
 
-def test_every_field_is_described():
-    text = DecoderConfig.__doc__
-    assert all(f"{name}: " in text for name in DecoderConfig.__dataclass_fields__)
-    assert len(DecoderConfig.__dataclass_fields__) <= 15
+@pytest.mark.parametrize("kind", [DecoderConfig, Scales])
+def test_every_field_is_described(kind):
+    assert all(f"{name}: " in kind.__doc__ for name in kind.__dataclass_fields__)
+    assert len(kind.__dataclass_fields__) <= 15
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,10 @@ def test_reads_from_a_table():
     table = {"kind": "decoder", "remat": "none", "num_kv_heads": 2, "head_dim": "none", "rope_theta": 1e6}
     built = configuration.build(DecoderConfig, table)
     assert built == DecoderConfig(remat="none", num_kv_heads=2, rope_theta=1e6)
+    scaled = configuration.build(DecoderConfig, {"scales": {"logit_mult": 0.5, "attn_scale": "none"}})
+    assert scaled == DecoderConfig(scales=Scales(logit_mult=0.5))
+    with pytest.raises(UsageError, match=r"model.scales.embed_scale: expected number > 0.0, got 0"):
+        configuration.build(DecoderConfig, {"scales": {"embed_scale": 0}}, "model")
     with pytest.raises(UsageError, match=r"model.num_layerz: unknown key \(did you mean 'num_layers'\?\)"):
         configuration.build(DecoderConfig, {"num_layerz": 2}, "model")
 

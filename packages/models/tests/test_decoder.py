@@ -11,6 +11,7 @@ from flax import nnx
 from styrax.core import DEFAULT_RULES, MeshConfig, Policy, UserError, mesh, tree
 from styrax.core.testing import check_decoder
 from styrax.models import DecoderConfig
+from styrax.models.config import Scales
 
 
 class Compiled:
@@ -175,6 +176,41 @@ def test_initialises_eagerly_abstractly_and_compiled_into_shards(run):
     kernel = model.layers.mlp.up.kernel[...]
     assert (kernel[0] != kernel[1]).any()
     assert np.abs(run(model, np.zeros((1, 4), np.int32))).max() < 2
+
+
+def test_initial_values_by_scales():
+    def deviations(**given):
+        config = DecoderConfig(num_layers=3, embed_dim=96, num_heads=2, tied=False, scales=Scales(**given))
+        leaves = tree.flatten(config.build(vocab_size=300, rngs=nnx.Rngs(0)))
+        return {path: float(leaf.std()) for path, leaf in leaves.items() if not path.endswith("scale")}
+
+    plain = deviations()
+    scaled = deviations(init_std=0.5, hidden_init_mult=0.1, residual_init_mult=3.0)
+    for path, std in scaled.items():
+        writes = "/o/" in path or "/down/" in path
+        expected = 0.5 * (0.1 if path.startswith("layers") else 1) * (3 if writes else 1)
+        np.testing.assert_allclose(std, expected, rtol=0.05, err_msg=path)
+        np.testing.assert_allclose(std / plain[path], expected / (0.02 / (6**0.5 if writes else 1)), rtol=1e-5)
+
+
+def products(model, tokens):
+    return str(jax.make_jaxpr(lambda model: model(tokens))(model)).count(" mul ")
+
+
+def test_a_scale_of_one_is_no_product(build, tokens):
+    plain = products(build(), tokens)
+    same = Scales(attn_scale=build().config.head_width ** -0.5)
+    assert str(jax.make_jaxpr(build(scales=same))(tokens)) == str(jax.make_jaxpr(build())(tokens))
+    for scales, more in (({"embed_scale": 2.0}, 1), ({"logit_mult": 2.0}, 1), ({"residual_mult": 2.0}, 2 * 2)):
+        assert products(build(scales=Scales(**scales)), tokens) == plain + more
+
+
+def test_scales_keep_the_dtype_and_serve_a_cache(build, tokens, run):
+    scales = Scales(embed_scale=3.0, attn_scale=0.7, residual_mult=0.4, logit_mult=0.5)
+    model = build("params=bf16,compute=bf16,output=bf16", scales=scales)
+    assert run(model, tokens).dtype == jnp.bfloat16
+    model = build(scales=scales, scan="on")
+    check_decoder(Compiled(model, run), model.vocab_size)
 
 
 SHARDED = """

@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 
 from styrax.core import tree
+from styrax.models.config import Scales
 
 
 def forward(weights, config, tokens, positions, segment_ids):
     """Follow the equations, token by token and head by head."""
     w = {path: np.asarray(value, np.float64) for path, value in weights.items()}
-    width, heads = config.head_width, config.num_heads
+    width, heads, scales = config.head_width, config.num_heads, config.scales
+    attn_scale = 1 / np.sqrt(width) if scales.attn_scale is None else scales.attn_scale
 
     def norm(x, scale):
         return x / np.sqrt((x**2).mean() + config.norm_eps) * scale
@@ -31,7 +33,7 @@ def forward(weights, config, tokens, positions, segment_ids):
                 query = turn(made["q"][t][h], positions[row, t])
                 seen = [s for s in range(t + 1) if segment_ids[row, s] == segment_ids[row, t]]
                 keys = [turn(made["k"][s][group], positions[row, s]) for s in seen]
-                scores = np.exp([key @ query / np.sqrt(width) for key in keys])
+                scores = np.exp([attn_scale * (key @ query) for key in keys])
                 parts.append(scores @ [made["v"][s][group] for s in seen] / scores.sum())
             outs.append(np.concatenate(parts) @ w["layers/attn/o/kernel"][layer])
         return outs
@@ -42,17 +44,25 @@ def forward(weights, config, tokens, positions, segment_ids):
 
     logits = []
     for row in range(len(tokens)):
-        xs = [w["embed/embedding"][token] for token in tokens[row]]
+        xs = [scales.embed_scale * w["embed/embedding"][token] for token in tokens[row]]
         for layer in range(config.num_layers):
             normed = [norm(x, w["layers/attn_norm/scale"][layer]) for x in xs]
-            xs = [x + out for x, out in zip(xs, attention(normed, layer, row), strict=True)]
-            xs = [x + mlp(norm(x, w["layers/mlp_norm/scale"][layer]), layer) for x in xs]
+            mult = scales.residual_mult
+            xs = [x + mult * out for x, out in zip(xs, attention(normed, layer, row), strict=True)]
+            xs = [x + mult * mlp(norm(x, w["layers/mlp_norm/scale"][layer]), layer) for x in xs]
         head = w["head/kernel"] if "head/kernel" in w else w["embed/embedding"].T
-        logits.append([norm(x, w["final_norm/scale"]) @ head for x in xs])
+        logits.append([scales.logit_mult * (norm(x, w["final_norm/scale"]) @ head) for x in xs])
     return np.array(logits)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": False, "head_dim": 10, "num_kv_heads": 1, "rope_theta": 300.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied": False, "head_dim": 10, "num_kv_heads": 1, "rope_theta": 300.0},
+        {"scales": Scales(embed_scale=3.0, attn_scale=0.7, residual_mult=0.4, logit_mult=1.7)},
+    ],
+)
 def test_forward_against_float64(build, tokens, packed, changes):
     model = build(**changes)
     got = model(tokens, **packed)

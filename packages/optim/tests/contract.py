@@ -1,11 +1,13 @@
 """Every optimizer, as a function of the parameters; `test_contract.py` holds each to the same laws."""
 
+import jax
 import optax
 
 from styrax.optim import AdamW, adamw, guard
 from styrax.optim.adafactor import adafactor
 from styrax.optim.adam_mini import adam_mini
 from styrax.optim.ademamix import ademamix
+from styrax.optim.agc import agc
 from styrax.optim.averaging import averaged
 from styrax.optim.cautious import cautious
 from styrax.optim.eight_bit import eight_bit_adamw
@@ -14,11 +16,21 @@ from styrax.optim.kron import kron
 from styrax.optim.lion import lion
 from styrax.optim.mars import mars
 from styrax.optim.muon import muon
+from styrax.optim.precision import precision
 from styrax.optim.prodigy import prodigy
 from styrax.optim.schedule_free import schedule_free
 from styrax.optim.shampoo import shampoo
 from styrax.optim.soap import soap
 from styrax.optim.specs import specs
+from styrax.optim.spikes import Spikes, ZClip
+
+
+def narrow(mode, make):
+    """`precision`, which refuses parameters that are all of 32 bits: those get what is inside."""
+    return lambda params: (
+        precision(make(), mode) if "bfloat16" in {str(x.dtype) for x in jax.tree.leaves(params)} else make()
+    )
+
 
 CASES = {
     "adamw": lambda params: adamw(1e-2),
@@ -45,4 +57,10 @@ CASES = {
     "eight_bit": lambda params: eight_bit_adamw(1e-2, specs=specs(params), block=4, min_size=128),
     "shampoo": lambda params: shampoo(1e-2, specs=specs(params), frequency=2),
     "kron": lambda params: kron(1e-2, specs=specs(params)),
+    "agc": lambda params: guard(agc(adamw(1e-2), specs=specs(params))),
+    "guard with histories": lambda params: guard(adamw(1e-2), zclip=ZClip(warmup=2), spikes=Spikes(window=4)),
+    "master": narrow("master", lambda: adamw(1e-2)),
+    "split": narrow("split", lambda: adamw(1e-2)),
+    "stochastic": narrow("stochastic", lambda: adamw(1e-2)),
+    "kahan around optax": narrow("kahan", lambda: optax.sgd(1e-2, momentum=0.9)),  # its compensation is in bfloat16
 }

@@ -268,6 +268,31 @@ def test_errors_name_every_path(model, small, gradients):
         tx.update(gradients(params, 0), state)
 
 
+def test_eps_by_path(small, gradients):
+    params = small()
+    grads = gradients(params, 0)
+    tx = adamw(1e-2, eps={"a/kernel": 0.5, "b": 1e-3, "more": 1.0})
+    got, state = tx.update(grads, tx.init(params), params)
+    for path, eps in (("a", 0.5), ("b", 1e-3)):
+        expected, other = adamw(1e-2, eps=eps).update(grads, adamw(1e-2, eps=eps).init(params), params)
+        close(got[path], expected[path], rtol=0, atol=0)
+        assert jax.tree.structure(state) == jax.tree.structure(other)
+    with pytest.raises(ValueError, match=r"adamw: the numbers by path.*\n  eps has nothing for 'b'"):
+        adamw(1e-2, eps={"a/kernel": 0.5}).init(params)
+    with pytest.raises(UserError, match=r"eps.b: expected number > 0.0, got 0"):
+        adamw(1e-2, eps={"a/kernel": 0.5, "b": 0.0})
+
+
+def test_one_eps_compiles_as_before(small):
+    """A number by path is the same program as one number, and both are constants in it."""
+    params = small()
+    texts = {
+        jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).as_text()
+        for tx in (adamw(1e-2, eps=1e-5), adamw(1e-2, eps={"a/kernel": 1e-5, "b": 1e-5}))
+    }
+    assert len(texts) == 1
+
+
 def test_without_decay_needs_no_parameters(small, gradients):
     params = small()
     tx = adamw(1e-3, weight_decay=0.0)

@@ -9,8 +9,9 @@ import pytest
 from contract import CASES
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from styrax.core.tree import flatten
+from styrax.core.tree import flatten, unflatten
 from styrax.optim import state_shardings
+from styrax.optim.sharding import init
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -40,6 +41,7 @@ def as_state(params):
 
 
 #: The rest run in the second stage of CI: each compiles for some seconds.
+NNX = ("adamw", "muon")
 QUICK = ("adamw", "groups", "guarded optax", "lion", "muon", "schedule_free")
 KINDS = {"dict": lambda params: params, "list": as_list, "nnx": as_state}
 
@@ -101,15 +103,16 @@ def test_runs_scanned_and_stays_finite(name):
     jax.tree.map(np.testing.assert_array_equal, again, after)
 
 
+SPLIT = {"embed/embedding": ("a", "b"), "head/kernel": ("b", "a"), "layers/mlp/kernel": (None, "a", "b")}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_state_lies_as_its_parameters(name):
     """Sharded by the shapes alone, without compiling: every leaf like a parameter lies as that parameter."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    specs = {"embed/embedding": ("a", "b"), "head/kernel": ("b", "a"), "layers/mlp/kernel": (None, "a", "b")}
+    specs = SPLIT
     shapes = flatten(jax.eval_shape(tree))
     params = tree()
-    from styrax.core.tree import unflatten
-
     abstract = unflatten(
         params,
         {
@@ -123,5 +126,86 @@ def test_state_lies_as_its_parameters(name):
     found = flatten(state_shardings(tx, abstract))
     for path, x in flatten(jax.eval_shape(tx.init, abstract)).items():
         owner = next((p for p in specs if path.endswith(p) and shapes[p].shape == x.shape), None)
-        if owner:
+        # A matrix for each copy may happen to have the parameter's shape.
+        if owner and not set(path.split("/")) & {
+            "left",
+            "right",
+            "left_basis",
+            "right_basis",
+            "left_root",
+            "right_root",
+        }:
             assert found[path].spec == PartitionSpec(*specs[owner]), path
+
+
+def steps(tx, params, state, grads):
+    """Two updates under `jax.jit`, with nothing said about where the results are to lie."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state
+
+    for g in grads:
+        params, state = step(params, state, g)
+    return params, state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_on_eight_devices(name, kind):
+    """Parameters and state stay where `init` put them, and are what they are on one device."""
+    host = tree()
+    rng = np.random.default_rng(4)
+    grads = [jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), host) for _ in range(2)]
+    tx = CASES[name](host)
+    expected, expected_state = steps(tx, host, tx.init(host), grads)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    where = {path: NamedSharding(mesh, PartitionSpec(*SPLIT.get(path, ()))) for path in flatten(host)}
+    params, *grads = (jax.device_put(x, unflatten(host, where)) for x in (host, *grads))
+    begun = init(tx, params)
+    derived = jax.tree.leaves(state_shardings(tx, params))
+    assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(jax.tree.leaves(begun), derived))
+    got, state = steps(tx, params, begun, grads)
+    for path, x in flatten(got).items():
+        assert x.sharding.is_equivalent_to(where[path], x.ndim), path
+        np.testing.assert_allclose(x, flatten(expected)[path], rtol=1e-4, atol=2e-5, err_msg=path)
+    ends = flatten(expected_state)
+    for (path, x), before in zip(flatten(state).items(), jax.tree.leaves(begun), strict=True):
+        assert x.sharding.is_equivalent_to(before.sharding, x.ndim), (path, x.sharding, before.sharding)
+        if jnp.issubdtype(x.dtype, jnp.floating) and "basis" not in path:
+            np.testing.assert_allclose(x, ends[path], rtol=1e-3, atol=1e-4, err_msg=path)
+
+
+@pytest.mark.parametrize("name", [n if n in NNX else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_through_nnx_optimizer(name):
+    """Two steps through `nnx.Optimizer`, whose init sees variables and whose update sees arrays, are those without."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    def module(node):
+        if not isinstance(node, dict):
+            return nnx.Param(node)
+        made = nnx.Module()
+        for key, child in node.items():
+            setattr(made, key, module(child))
+        return made
+
+    params = tree()
+    model = module(params)
+    tx = CASES[name](params)
+    rng = np.random.default_rng(5)
+    grads = [jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params) for _ in range(2)]
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, grads):
+        state = nnx.state(model, nnx.Param)
+        optimizer.update(model, unflatten(state, flatten(grads)))
+
+    for g in grads:
+        step(model, optimizer, g)
+    expected, _ = steps(tx, params, tx.init(params), grads)
+    got = flatten(nnx.state(model, nnx.Param))
+    for path, x in flatten(expected).items():
+        np.testing.assert_allclose(got[path], x, rtol=1e-5, atol=1e-6, err_msg=path)

@@ -131,6 +131,7 @@ def test_zero_gradient_and_zero_bound(inner):
         tx = guard(inner(), clip_norm=clip_norm)
         updates, state = tx.update({"w": jnp.zeros(3)}, tx.init(params), params)
         assert all(np.isfinite(x).all() for x in (updates["w"], state.grad_norm, state.clip_scale))
+        assert (float(state.clip_scale), int(state.skipped)) == (1.0, 0)
 
 
 def test_norm_is_float32_for_bfloat16_gradients():
@@ -232,6 +233,17 @@ def test_bad_clip_norm():
             guard(adamw(1e-3), clip_norm=bad)  # pyright: ignore[reportArgumentType]
         with pytest.raises(ValueError, match="clip_norm must be 0 or more, or None"):
             measure({"w": jnp.ones(1)}, clip_norm=bad)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_one_norm_to_clip_by_and_to_log(dtype):
+    """In float32 whatever the gradient is in, where a sum in bfloat16 is off by a percent."""
+    grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=4000), dtype)}
+    tx = guard(optax.identity(), clip_norm=2.0)
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    np.testing.assert_allclose(state.grad_norm, np.linalg.norm(np.asarray(grads["w"], np.float64)), rtol=1e-6)
+    assert float(state.clip_scale) == float(jnp.float32(2.0) / state.grad_norm)
+    np.testing.assert_array_equal(updates["w"], grads["w"].astype(jnp.float32) * state.clip_scale)
 
 
 def test_gradients_that_are_no_floats():

@@ -1,5 +1,4 @@
 import math
-import re
 from pathlib import Path
 
 import jax
@@ -7,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collectives import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +14,7 @@ from styrax.core import UserError
 from styrax.core.testing import check_optimizer
 from styrax.core.tree import flatten
 from styrax.optim import adamw, guard
-from styrax.optim.muon import muon
+from styrax.optim.muon import MomentumWarmup, muon
 from styrax.optim.orthogonalize import ITERATIONS
 from styrax.optim.specs import ParamSpec, specs
 
@@ -113,7 +113,7 @@ def test_same_trajectory_as_float64(kwargs):
     assert set(flatten(state.mu)) == set(CUTS) and set(flatten(state.adam.mu)) == {"head/kernel", "out/bias"}
     if kwargs.get("normalize"):
         shapes = {path: x.shape for path, x in flatten(state.nu).items()}
-        assert shapes["layers/attn/q/kernel"] == (2, 2, 3) and shapes["conv/kernel"] == (5,)
+        assert shapes["layers/attn/q/kernel"] == (2, 1, 2, 3) and shapes["conv/kernel"] == (1, 1, 1, 5)
 
 
 def test_as_torch():
@@ -151,6 +151,45 @@ def test_equal_shapes_are_one_batch():
             expected = result
     # Bit for bit on jax 0.10; later XLA sums a transposed batch in another order.
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_separate_layers_are_as_short_a_program_as_stacked_ones():
+    """Twelve layers with four kernels each, and each of them updated as without the others."""
+    kernels = {"q": (4, 4), "k": (4, 4), "up": (4, 8), "down": (8, 4)}
+    rng = np.random.default_rng(0)
+    stacked = {"layers": {name: jnp.asarray(rng.normal(size=(12, *s)), jnp.float32) for name, s in kernels.items()}}
+    apart = {"layers": [{name: x[i] for name, x in stacked["layers"].items()} for i in range(12)]}
+    lines = [lowered(params, specs(params)).count("\n") for params in (apart, stacked)]
+    assert lines[0] <= 2 * lines[1], lines
+    # What differs in the decay is not laid together, and comes out as it should.
+    apart = {"layers": [{name: layer[name] for name in ("up", "down")} for layer in apart["layers"][:3]]}
+    decay = {path: 0.1 * (path == "layers/1/up") for path in flatten(apart)}
+    tx = muon(0.02, specs=specs(apart), weight_decay=decay, normalize=True)
+    updates, state = jax.jit(tx.update)(apart, tx.init(apart), apart)
+    updates, state = flatten(updates), flatten(state)
+    for path in ("layers/1/up", "layers/2/up"):
+        one = {"w": flatten(apart)[path]}
+        alone = muon(0.02, specs={"w": ParamSpec("matrix", "io")}, weight_decay=decay[path], normalize=True)
+        expected, end = jax.jit(alone.update)(one, alone.init(one), one)
+        np.testing.assert_allclose(updates[path], expected["w"], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(state[f"mu/{path}"], end.mu["w"], rtol=1e-6)
+        np.testing.assert_allclose(state[f"nu/{path}"], end.nu["w"], rtol=1e-3)
+
+
+def test_momentum_that_warms_up():
+    """Each update is that of a constant momentum, as high as the line is there."""
+    w, found = {"w": jnp.eye(3)}, {"w": ParamSpec("matrix", "io")}
+    rng = np.random.default_rng(0)
+    tx = muon(0.02, specs=found, momentum=MomentumWarmup(start=0.5, end=0.9, steps=2))
+    state = tx.init(w)
+    for momentum in (0.5, 0.7, 0.9, 0.9):
+        g = {"w": jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)}
+        expected, after = muon(0.02, specs=found, momentum=momentum).update(g, state, w)
+        updates, state = tx.update(g, state, w)
+        np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(state.mu["w"], after.mu["w"], rtol=1e-6, atol=1e-7)
+    with pytest.raises(UserError, match=r"(?s)MomentumWarmup:.*start.*steps.*end must be below 1"):
+        MomentumWarmup(start=-1, end=1, steps=0)
 
 
 def test_nothing_is_decided_by_rank():
@@ -215,22 +254,6 @@ def test_through_nnx_optimizer():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
-NAMES = "all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter"
-COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?%\S+ = (.*?) ({NAMES})(?:-start)?\(", re.MULTILINE)
-BYTES = {"f32": 4, "bf16": 2, "pred": 1, "s32": 4, "u32": 4}
-
-
-def collectives(text):
-    found = []
-    for kind, name in COLLECTIVE.findall(text):
-        sizes = [
-            BYTES[d] * math.prod(int(n) for n in dims.split(",") if n)
-            for d, dims in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", kind)
-        ]
-        found.append((name, sum(sizes)))
-    return found
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 def test_collectives_on_eight_devices(kind):
     """At most three all-to-alls and 4 MiB on each device, whatever is split; padding where eight does not divide."""
@@ -251,7 +274,7 @@ def test_collectives_on_eight_devices(kind):
         where = NamedSharding(mesh, split)
         like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda s: type(s) is tuple)
         context = jax.set_mesh(mesh) if number % 2 or kind == AxisType.Explicit else jax.default_device(None)
-        tx = muon(0.02, specs=specs(like), mesh=mesh)
+        tx = muon(0.02, specs=specs(like))
         abstract = jax.tree.map(lambda x, where=where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), like)
         state = jax.eval_shape(tx.init, like)
         lie = {True: where, False: NamedSharding(mesh, P())}

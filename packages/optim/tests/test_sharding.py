@@ -4,11 +4,22 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from styrax.optim import state_shardings
+from styrax.core.tree import flatten
+from styrax.optim import guard, state_shardings
+from styrax.optim.adafactor import adafactor
+from styrax.optim.adam_mini import adam_mini
+from styrax.optim.eight_bit import eight_bit_adamw
+from styrax.optim.groups import groups
+from styrax.optim.kron import kron
+from styrax.optim.muon import muon
+from styrax.optim.sharding import init
+from styrax.optim.soap import soap
+from styrax.optim.specs import ParamSpec, specs
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -80,13 +91,98 @@ def test_tree_that_is_one_array():
     assert jax.tree.leaves(state_shardings(optax.adam(1e-3), x)) == [x.sharding] * 3
 
 
-def test_factored_state_is_replicated():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    there = NamedSharding(mesh, PartitionSpec("data", None))
-    params = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=there)}
-    derived = state_shardings(optax.adafactor(1e-3), params)
-    specs = {tuple(s.spec) for s in jax.tree.leaves(derived)}
-    assert specs == {()}
+def meshes(*kinds):
+    return [jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2) for kind in kinds]
+
+
+def placed(mesh, **leaves):
+    """Abstract parameters: name -> shape and entries of the spec."""
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*entries)))
+        for name, (shape, entries) in leaves.items()
+    }
+
+
+def test_what_is_smaller_than_its_parameter_keeps_the_axes_that_are_left():
+    (mesh,) = meshes(AxisType.Auto)
+    params = placed(
+        mesh,
+        w=((8, 16, 512), (None, "a", "b")),
+        v=((256, 256), ("a", "b")),
+        u=((256, 128), ("a", "b")),
+        q=((16, 24), ("b", "a")),
+    )
+    found = {
+        **{name: ParamSpec("matrix", "io") for name in "vuq"},
+        "w": ParamSpec("matrix", "sio"),
+        "q": ParamSpec("matrix", "io", heads=4),
+    }
+
+    def where(tx, params=params):
+        return {path: tuple(s.spec) for path, s in flatten(state_shardings(tx, params)).items()}
+
+    mini = where(adam_mini(1e-3, specs=found))
+    assert mini["nu/w"] == (None, None, "b") and mini["nu/u"] == (None, "b") and mini["nu/q"] == (None, "a")
+    factored = where(adafactor(1e-3, specs=found, min_size=16))
+    assert factored["rows/w"] == (None, "a") and factored["columns/w"] == (None, None, "b")
+    eight = where(eight_bit_adamw(1e-3, specs=found, block=64, min_size=1))
+    assert eight["mu/w"] == eight["nu_scale/w"] == (None, "a", "b")
+    assert eight["mu_scale/q"] == ("b",), "one block of the last axis cannot be divided"
+    normed = where(muon(1e-3, specs=found, normalize=True))
+    assert normed["nu/w"] == (None, None, "b")
+    # Of optax's vectors those of a square matrix may be rows or columns.
+    plain = where(optax.adafactor(1e-3), {name: params[name] for name in "vu"})
+    vectors = {path.split("/", 1)[1]: spec for path, spec in plain.items() if "v_row" in path or "v_col" in path}
+    assert vectors == {"v_row/v": (), "v_col/v": (), "v_row/u": ("b",), "v_col/u": ("a",)}
+    assert all(spec == () for path, spec in plain.items() if path.endswith("count"))
+
+
+def test_stacks_of_sides_lie_by_copies_then_by_rows():
+    (mesh,) = meshes(AxisType.Auto)
+    params = placed(
+        mesh,
+        square=((8, 16, 16), (None, "a", "b")),
+        four=((4, 16, 16), (None, "a", "b")),
+        one=((16, 24), ("a", "b")),
+        bias=((16,), ("a",)),
+    )
+    found = specs(params, axes={"square": "sio", "four": "sio"}, roles_by_path={"bias": "vector"})
+    wrapped = guard(groups({"all": soap(1e-3, specs=found)}, {"**": "all"}))
+    for tx in (soap(1e-3, specs=found), wrapped):
+        where = {path.split("left/")[-1]: tuple(s.spec) for path, s in flatten(state_shardings(tx, params)).items()}
+        assert where["square"] == (("a", "b"),)
+        assert where["four"] == ("a", "b")
+        assert where["one"] == (None, ("a", "b"))
+    where = flatten(state_shardings(kron(1e-3, specs=found, max_size_triangular=20), params))
+    assert tuple(where["right/one"].spec) == (None, ("a", "b")) and tuple(where["mu/square"].spec) == (None, "a", "b")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_init_makes_the_state_in_its_shards(kind):
+    """Each of eight devices has an eighth of what is not small, whatever the parameters' shape has become."""
+    (mesh,) = meshes(kind)
+    abstract = placed(mesh, w=((8, 16, 64), (None, "a", "b")), v=((64, 64), ("b", "a")))
+    params = {name: jax.device_put(jnp.ones(x.shape), x.sharding) for name, x in abstract.items()}
+    found = specs(params, axes={"w": "sio"})
+    for tx, share in (
+        (soap(1e-3, specs=found), 1 / 8),
+        (eight_bit_adamw(1e-3, specs=found, block=16, min_size=1), 1 / 8),
+        (adam_mini(1e-3, specs=found), 1 / 8 + 0.02),
+    ):
+        state = init(tx, params)
+        leaves = jax.tree.leaves(state)
+        total, most = sum(x.nbytes for x in leaves), sum(x.addressable_shards[0].data.nbytes for x in leaves)
+        assert most <= share * total + 64, (most, total)
+        for x, s in zip(leaves, jax.tree.leaves(state_shardings(tx, params)), strict=True):
+            assert x.sharding.is_equivalent_to(s, x.ndim)
+
+
+def test_init_on_one_device():
+    params = {"w": jnp.ones((2, 3))}
+    state = init(guard(optax.adam(1e-3)), params)
+    jax.tree.map(np.testing.assert_array_equal, state, guard(optax.adam(1e-3)).init(params))
+    with pytest.raises(ValueError, match="without a NamedSharding"):
+        init(optax.adam(1e-3), {"w": np.ones(2)})
 
 
 def test_every_parameter_without_a_sharding_is_named():

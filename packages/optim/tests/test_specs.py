@@ -76,3 +76,39 @@ def test_mistakes_are_all_named(model):
         "heads rule 'norms/scale' fits no parameter (did you mean 'norm/scale'?)",
     ):
         assert part in str(caught.value)
+
+
+def test_names_of_axes_in_nnx_metadata():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def named(shape, *names):
+        return nnx.Param(jnp.ones(shape), out_sharding=names, eager_sharding=False)
+
+    params = nnx.State(
+        {
+            "layers": {
+                "q": {"kernel": named((2, 4, 2, 3), "layers", "embed", "heads", None)},
+                "up": {"kernel": named((2, 4, 8), "layers", "embed", "mlp"), "bias": named((2, 8), "layers", "mlp")},
+                "down": {"kernel": named((2, 8, 4), "layers", "mlp", "embed")},
+                "norm": {"scale": named((2, 4), "layers", "embed")},
+            },
+            "out": {"kernel": named((3, 3, 4, 5), "y", "x", "embed", "mlp")},
+            "plain": {"kernel": nnx.Param(jnp.ones((4, 5)))},
+        }
+    )
+    logical = {"layers": "s", "embed": "i", "mlp": "o", ("layers", "mlp", "embed"): "sio"}
+    found = specs(params, logical=logical)
+    assert {path: spec.axes for path, spec in found.items()} == {
+        "layers/down/kernel": "sio",
+        "layers/norm/scale": "so",
+        "layers/q/kernel": None,
+        "layers/up/bias": "so",
+        "layers/up/kernel": "sio",
+        "out/kernel": None,
+        "plain/kernel": "io",
+    }
+    ruled = specs(params, logical={**logical, ("layers", "embed", "heads", None): "sioo"}, axes={"out/*": "iiio"})
+    assert ruled["layers/q/kernel"].axes == "sioo" and ruled["out/kernel"].axes == "iiio"
+    with pytest.raises(UserError, match=r"(?s)logical axes 'embedd': no parameter.*axes 'z' of 'layers/norm/scale'"):
+        specs(params, logical={"embedd": "i", ("layers", "embed"): "z"})
+    assert specs({"w": jnp.ones((2, 3))})["w"].axes == "io"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from styrax.core import Policy
@@ -15,6 +15,42 @@ if TYPE_CHECKING:
     from styrax.models.decoder import Decoder
 
 _MLP_MULTIPLE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    r"""Constant factors in a model's forward pass and in its initial values; the defaults change nothing.
+
+    A factor of 1 costs nothing: no product is compiled.
+
+    Attributes:
+        embed_scale: Factor of the embedding, as it enters the first block.
+        attn_scale: Factor of the products of query and key; none means `head_dim ** -0.5`.
+        residual_mult: Factor of what attention and MLP add to the residual stream.
+        logit_mult: Factor of the logits, in the policy's output dtype.
+        init_std: Initial standard deviation of the embedding, the head and, before the next two, the kernels.
+        hidden_init_mult: Factor of it for the kernels of the blocks.
+        residual_init_mult: One more for those two kernels of a block that write to the residual stream; none means
+            `(2 * num_layers) ** -0.5`.
+
+    Raises:
+        ValueError: A factor is not above 0; all are listed.
+
+    Example:
+        >>> DecoderConfig(scales=Scales(logit_mult=0.25)).scales.logit_mult
+        0.25
+    """
+
+    embed_scale: PositiveFloat = 1.0
+    attn_scale: PositiveFloat | None = None
+    residual_mult: PositiveFloat = 1.0
+    logit_mult: PositiveFloat = 1.0
+    init_std: PositiveFloat = 0.02
+    hidden_init_mult: PositiveFloat = 1.0
+    residual_init_mult: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +74,7 @@ class DecoderConfig:
         scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU.
             Parameters and results are the same.
         max_len: Longest context, in tokens, that generation looks back on.
+        scales: Constant factors in the forward pass and the initial values.
 
     Raises:
         ValueError: Values do not fit together; all problems are listed.
@@ -62,6 +99,7 @@ class DecoderConfig:
     remat: Literal["none", "block", "auto"] = "auto"
     scan: Literal["auto", "on", "off"] = "auto"
     max_len: Positive = 1024
+    scales: Scales = field(default_factory=Scales)
 
     def __post_init__(self) -> None:
         check(self)

@@ -29,22 +29,27 @@ if TYPE_CHECKING:
     from styrax.core import Policy
     from styrax.models.config import DecoderConfig
 
-_STD = 0.02
-
 
 class Block(nnx.Module):
-    r"""$x \leftarrow x + \mathrm{attn}(\mathrm{norm}(x))$, then $x \leftarrow x + \mathrm{mlp}(\mathrm{norm}(x))$."""
+    r"""$x \leftarrow x + m\, \mathrm{attn}(\mathrm{norm}(x))$, then $x + m\, \mathrm{mlp}(\mathrm{norm}(x))$.
+
+    $m$ is the config's `scales.residual_mult`, by default 1.
+    """
 
     def __init__(self, config: DecoderConfig, policy: Policy, key: Key[Array, ""]):
         attn, mlp = jax.random.split(key)
+        scales = config.scales
+        hidden, residual = scales.init_std * scales.hidden_init_mult, scales.residual_init_mult
         # What is added to the residual stream 2L times starts smaller, so that the sum does not grow with L.
-        std = {"std": _STD, "residual_std": _STD / (2 * config.num_layers) ** 0.5}
+        writes = hidden / (2 * config.num_layers) ** 0.5 if residual is None else hidden * residual
+        std = {"std": hidden, "residual_std": writes}
         self.attn_norm = RMSNorm(config.embed_dim, eps=config.norm_eps, policy=policy)
         self.attn = Attention(
             config.embed_dim,
             heads=config.num_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_width,
+            scale=scales.attn_scale,
             policy=policy,
             key=attn,
             **std,
@@ -52,6 +57,7 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.embed_dim, eps=config.norm_eps, policy=policy)
         self.mlp = SwiGLU(config.embed_dim, config.mlp_width, policy=policy, key=mlp, **std)
         self.dropout = config.dropout
+        self.residual_mult = scales.residual_mult
 
     def __call__(
         self,
@@ -73,17 +79,17 @@ class Block(nnx.Module):
         """
         attn_key, mlp_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, layer))
         out, cache = self.attn(self.attn_norm(x), scope, layer, cache)
-        x = fence(x + dropout(out, self.dropout, attn_key))
+        x = fence(x + _times(self.residual_mult, dropout(out, self.dropout, attn_key)))
         out = self.mlp(self.mlp_norm(x))
-        return fence(x + dropout(out, self.dropout, mlp_key)), cache
+        return fence(x + _times(self.residual_mult, dropout(out, self.dropout, mlp_key))), cache
 
 
 class Decoder(nnx.Module):
     r"""A decoder language model.
 
     Kernels and the embedding start as $N(0, 0.02^2)$, the two that write to the residual stream as
-    $N(0, 0.02^2 / 2L)$, norms as 1. All state is `nnx.Param`; the parameters of the blocks are stacked,
-    `[layers, ...]`, whatever runs them.
+    $N(0, 0.02^2 / 2L)$, norms as 1, unless the config's `scales` say otherwise. All state is `nnx.Param`; the
+    parameters of the blocks are stacked, `[layers, ...]`, whatever runs them.
 
     Attributes:
         embed: The token embedding.
@@ -106,12 +112,12 @@ class Decoder(nnx.Module):
         if vocab_size < 1:
             raise UserError(f"vocab_size: expected 1 or more, got {vocab_size}")
         embed, layers, head = jax.random.split(rngs.params(), 3)
-        dim = config.embed_dim
-        self.embed = Embed(vocab_size, dim, std=_STD, policy=policy, key=embed)
+        dim, std = config.embed_dim, config.scales.init_std
+        self.embed = Embed(vocab_size, dim, std=std, policy=policy, key=embed)
         self.layers = stack(lambda key: Block(config, policy, key), config.num_layers, layers)
         self.final_norm = RMSNorm(dim, eps=config.norm_eps, policy=policy)
         if not config.tied:
-            self.head = Linear(dim, vocab_size, std=_STD, policy=policy, key=head)
+            self.head = Linear(dim, vocab_size, std=std, policy=policy, key=head)
         self.config = config
         self.vocab_size = vocab_size
         self.policy = policy
@@ -186,7 +192,7 @@ class Decoder(nnx.Module):
         def step(block: Block, layer: int | Int[Array, ""], carry: tuple) -> tuple:
             return block(*carry, scope=scope, layer=layer, key=key)
 
-        x = self.embed(tokens)
+        x = _times(self.config.scales.embed_scale, self.embed(tokens))
         if segment_ids is not None:  # whatever stands at padding, even an id that is none, reaches nobody
             x = jnp.where((segment_ids != 0)[..., None], x, 0)
         embed_key = None if key is None else jax.random.fold_in(key, self.config.num_layers)
@@ -206,11 +212,13 @@ class Decoder(nnx.Module):
             x: From `hidden`.
 
         Returns:
-            The product in the compute dtype, cast to the policy's output dtype.
+            The product in the compute dtype, cast to the policy's output dtype, and there multiplied by the
+            config's `scales.logit_mult`.
         """
         flat = rows(x)
         out = self.embed.attend(flat) if self.config.tied else self.head(flat)
-        return out.reshape(*x.shape[:-1], self.vocab_size).astype(self.policy.output_dtype)
+        out = out.reshape(*x.shape[:-1], self.vocab_size).astype(self.policy.output_dtype)
+        return _times(self.config.scales.logit_mult, out)
 
     def init_cache(self, batch: int, length: int) -> KVCache:
         """Make an empty cache.
@@ -254,6 +262,10 @@ class Decoder(nnx.Module):
             return self.config.remat == "block"
         # On a CPU, time runs out before memory does, and recomputing takes a fifth of a step.
         return not on_cpu()
+
+
+def _times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return x if factor == 1 else factor * x
 
 
 def _check_shapes(tokens: Int[Array, "batch seq"], **others: Int[Array, "batch seq"] | None) -> None:

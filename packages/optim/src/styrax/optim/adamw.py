@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
+from styrax.core.errors import nearest
+from styrax.core.tree import flatten
 from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, Common, Leaf, Now, Step, debias, elementwise
 from styrax.optim.guard import FusedTransformation
 
@@ -36,7 +38,7 @@ def adamw(
     schedule: Callable[[Any], Any] | None = None,
     b1: float = 0.9,
     b2: float = 0.95,
-    eps: float = 1e-8,
+    eps: float | Mapping[str, float] = 1e-8,
     weight_decay: float | Mapping[str, float] = 0.1,
     lr_multipliers: float | Mapping[str, float] = 1.0,
 ) -> FusedTransformation:
@@ -62,7 +64,7 @@ def adamw(
         schedule: Multiple of the peak as a function of the updates applied so far; `None` is always 1.
         b1: Decay of the first moment, in [0, 1).
         b2: Decay of the second moment, in [0, 1).
-        eps: Added to the root of the second moment; above 0.
+        eps: Added to the root of the second moment, for every parameter, or one by path; above 0.
         weight_decay: Decay `d` of every parameter, or one by path.
         lr_multipliers: Multiplier `k` of every parameter, or one by path.
 
@@ -85,7 +87,8 @@ def adamw(
         ([-0.5, 0.5], 0.5)
     """
     common = Common("adamw", learning_rate, schedule, weight_decay, lr_multipliers)
-    common.check(b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2), eps=(ABOVE_ZERO, eps))
+    above_zero: Any = dict[str, ABOVE_ZERO] if isinstance(eps, Mapping) else ABOVE_ZERO
+    common.check(b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2), eps=(above_zero, eps))
 
     def rule(now: Now) -> Step:
         debias1, debias2 = debias(b1, now.t), debias(b2, now.t)
@@ -94,8 +97,19 @@ def adamw(
             g, (mu, nu) = leaf.g, leaf.slots
             mu = now.keep(b1 * mu + (1.0 - b1) * g, mu)
             nu = now.keep(b2 * nu + (1.0 - b2) * (g * g), nu)
-            return debias1 * mu / (jnp.sqrt(debias2 * nu) + eps), (mu, nu)
+            added = eps[leaf.path] if isinstance(eps, Mapping) else eps
+            return debias1 * mu / (jnp.sqrt(debias2 * nu) + added), (mu, nu)
 
         return step
 
-    return elementwise(common, AdamWState, 2, rule)
+    tx = elementwise(common, AdamWState, 2, rule)
+    if not isinstance(eps, Mapping):
+        return tx
+
+    def init(params: Any) -> Any:
+        lines = [f"  eps has nothing for {path!r}{nearest(path, eps)}" for path in flatten(params) if path not in eps]
+        if lines:
+            raise ValueError("\n".join(["adamw: the numbers by path do not fit the parameters:", *lines]))
+        return tx.init(params)
+
+    return tx._replace(init=init)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,7 +25,10 @@ class GroupsState(NamedTuple):
 
 
 def groups(
-    transformations: Mapping[str, optax.GradientTransformation | None], rules: Mapping[str, str]
+    transformations: Mapping[str, optax.GradientTransformation | None],
+    rules: Mapping[str, str],
+    *,
+    relative: Mapping[str, float] | None = None,
 ) -> FusedTransformation:
     """Treat groups of parameters apart.
 
@@ -36,6 +39,7 @@ def groups(
     Args:
         transformations: Group -> optimizer, or `None` for a group that is frozen: its updates are zeros.
         rules: Path pattern -> group, see `styrax.core.tree.match`; earlier rules win.
+        relative: Group -> what a `learning_rate` for all is multiplied by for it; 1 where nothing is said.
 
     Returns:
         A transformation with state `GroupsState`. `update` takes `learning_rate` for all, or by group, and a verdict of
@@ -62,7 +66,7 @@ def groups(
 
     def init(params: Any) -> GroupsState:
         leaves = flatten(params)
-        _check(transformations, rules, leaves)
+        check_rules(transformations, rules, leaves)
         members = assign(rules, leaves)
         return GroupsState({name: tx.init(_subset(leaves, members, name)) for name, tx in full.items()})
 
@@ -81,7 +85,11 @@ def groups(
         for name, tx in full.items():
             mine = _subset(grads, members, name)
             held = None if params is None else _subset(weights, members, name)
-            rate = learning_rate.get(name) if isinstance(learning_rate, Mapping) else learning_rate
+            rate = learning_rate
+            if isinstance(learning_rate, Mapping):
+                rate = learning_rate.get(name)
+            elif learning_rate is not None:
+                rate = learning_rate * (relative or {}).get(name, 1.0)
             more = extra if rate is None else {**extra, "learning_rate": rate}
             if verdict is None:
                 moved, inner[name] = tx.update(mine, state.inner[name], held, **more)
@@ -156,17 +164,23 @@ def _nothing(grad: Any) -> Any:
     return jnp.full(jnp.shape(grad), -0.0, jnp.float32)
 
 
-def _check(transformations: Mapping[str, Any], rules: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
+def check_rules(groups: Collection[str], rules: Mapping[str, str], leaves: Collection[str]) -> None:
+    """Hold groups and rules to the paths of parameters.
+
+    Raises:
+        UserError: Parameters that fit no rule, rules that decide nothing or name no group, groups without parameters;
+            all in one message.
+    """
     members = assign(rules, leaves)
     problems = [f"no rule fits {path!r}{nearest(path, rules)}" for path in leaves if path not in members]
     deciding = {next(pattern for pattern in rules if match(pattern, path)) for path in members}
     for pattern, group in rules.items():
-        if group not in transformations:
-            problems.append(f"rule {pattern!r} names group {group!r}{nearest(group, transformations)}, which is none")
+        if group not in groups:
+            problems.append(f"rule {pattern!r} names group {group!r}{nearest(group, groups)}, which is none")
         if not any(match(pattern, path) for path in leaves):
             problems.append(f"rule {pattern!r} fits no parameter{nearest(pattern, leaves)}")
         elif pattern not in deciding:
             problems.append(f"rule {pattern!r} decides nothing: earlier rules take all it fits")
-    problems += [f"group {name!r} has no parameter" for name in transformations if name not in members.values()]
+    problems += [f"group {name!r} has no parameter" for name in groups if name not in members.values()]
     if problems:
         raise UserError("\n  ".join(["parameter groups:", *problems]))

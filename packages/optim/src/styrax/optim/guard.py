@@ -1,4 +1,4 @@
-"""A guard around an optimizer: one norm of the gradient decides clipping, skipping and what is logged."""
+"""A guard around an optimizer: one norm of the gradient and its history decide clipping, skipping and the log."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from styrax.core.tree import flatten
+from styrax.optim.spikes import Spikes, ZClip
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -36,13 +37,17 @@ class GuardState(NamedTuple):
         inner: State of the guarded transformation.
         grad_norm: Global norm of the last gradient before clipping, whatever it was.
         clip_scale: Factor that was put on that gradient; 0 when the step was skipped.
-        skipped: How many steps were skipped so far.
+        skipped: How many steps were skipped so far, whatever for.
+        zclip: State of `ZClip`; empty without.
+        spikes: State of `Spikes`; empty without.
     """
 
     inner: Any
     grad_norm: Float[Array, ""]
     clip_scale: Float[Array, ""]
     skipped: Int[Array, ""]
+    zclip: Any = ()
+    spikes: Any = ()
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -90,9 +95,19 @@ def measure(updates: Any, *, clip_norm: float | None = 1.0, skip_nonfinite: bool
 
 
 def guard(
-    inner: optax.GradientTransformation, *, clip_norm: float | None = 1.0, skip_nonfinite: bool = True
+    inner: optax.GradientTransformation,
+    *,
+    clip_norm: float | None = 1.0,
+    skip_nonfinite: bool = True,
+    zclip: ZClip | None = None,
+    spikes: Spikes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip by global norm and skip steps with a non-finite gradient, in one pass before `inner`.
+    """Clip by global norm and skip steps with a non-finite or a far too large gradient, in one pass before `inner`.
+
+    There is one norm, in float32, of the gradient as it comes: `grad_norm` in the state is the number that was clipped
+    by. Of `clip_norm` and the limit that `zclip` sets from the norms so far, the smaller counts. A step is skipped if
+    its norm is not finite, or if `spikes` finds it far above the last ones; a finite norm is in both histories even
+    then. Clipping by parameter is not done here but by `agc` inside: `guard(agc(adamw(...), specs=...))`.
 
     On a skipped step every leaf of the inner state keeps its bits (counts included), the updates are zeros,
     and `skipped` grows by one. The rest of the time `inner` sees `scale * g` in float32. Its state keeps the
@@ -106,12 +121,14 @@ def guard(
         inner: What to guard. Extra arguments of `update` are passed on to it.
         clip_norm: Largest global norm, in the units of the gradient; `None` does not clip.
         skip_nonfinite: Skip a step whose gradient has an infinity or a NaN.
+        zclip: Clip norms that are outliers; see `styrax.optim.ZClip`.
+        spikes: Skip norms that are spikes; see `styrax.optim.Spikes`.
 
     Returns:
-        A transformation with state `GuardState`.
+        A transformation with state `GuardState`. It has the leaves of the options in use alone.
 
     Raises:
-        ValueError: `clip_norm` is negative or NaN.
+        ValueError: `clip_norm` is negative or NaN, or `zclip` or `spikes` is not what it should be.
 
     Example:
         >>> tx = guard(optax.sgd(1.0), clip_norm=1.0)
@@ -121,21 +138,27 @@ def guard(
         ([True, True], 1)
     """
     check_clip_norm(clip_norm)
-    fused = isinstance(inner, FusedTransformation)
-    inner = optax.with_extra_args_support(inner) if not fused else inner
+    for name, given, kind in (("zclip", zclip, ZClip), ("spikes", spikes, Spikes)):
+        if given is not None and not isinstance(given, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}(...) or None, got {given!r}")
 
     def init(params: Any) -> GuardState:
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-        return GuardState(inner.init(params), zero, one, jnp.zeros((), jnp.int32))
+        histories = [() if of is None else of.init() for of in (zclip, spikes)]
+        return GuardState(inner.init(params), zero, one, jnp.zeros((), jnp.int32), *histories)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, GuardState]:
-        verdict = measure(updates, clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
-        if fused:
-            updates, inner_state = inner.update(updates, state.inner, params, verdict=verdict, **extra)
-        else:
-            updates, inner_state = selected(inner, verdict, updates, state.inner, params, extra)
-        skipped = state.skipped + jnp.logical_not(verdict.apply).astype(jnp.int32)
-        return updates, GuardState(inner_state, verdict.norm, verdict.scale, skipped)
+        norm, scale, apply = measure(updates, clip_norm=clip_norm, skip_nonfinite=skip_nonfinite)
+        norms, last = (), ()
+        if zclip is not None:
+            limit, norms = zclip.update(norm, state.zclip)
+            scale = jnp.minimum(scale, jnp.where(norm > limit, limit / norm, 1.0))
+        if spikes is not None:
+            spike, last = spikes.update(norm, state.spikes)
+            scale, apply = jnp.where(spike, 0.0, scale), apply & ~spike
+        updates, inner_state = obeyed(inner, Verdict(norm, scale, apply), updates, state.inner, params, extra)
+        skipped = state.skipped + jnp.logical_not(apply).astype(jnp.int32)
+        return updates, GuardState(inner_state, norm, scale, skipped, norms, last)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -152,6 +175,19 @@ def selected(
     # A negative zero is the only number that adds to every float, zeros included, without changing its bits.
     updates = jax.tree.map(lambda u: jnp.where(verdict.apply, u, jnp.asarray(-0.0, u.dtype)), updates)
     return updates, jax.tree.map(lambda a, b: jnp.where(verdict.apply, _as(a, b), b), new, state)
+
+
+def obeyed(
+    inner: Any, verdict: Verdict | None, updates: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Run any transformation below one that was given a verdict, or none: what a wrapper calls for what it wraps."""
+    if isinstance(inner, FusedTransformation):
+        extra = extra if verdict is None else {**extra, "verdict": verdict}
+        return inner.update(updates, state, params, **extra)
+    inner = optax.with_extra_args_support(inner)
+    if verdict is None:
+        return inner.update(updates, state, params, **extra)
+    return selected(inner, verdict, updates, state, params, extra)
 
 
 def _as(new: Any, old: Any) -> Any:

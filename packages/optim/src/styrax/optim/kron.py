@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Mapping
@@ -13,14 +14,13 @@ import jax.numpy as jnp
 from styrax.core.config import NonNegative, Positive
 from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, ByPath, Common, Now, Schedule, debias
 from styrax.optim.guard import FusedTransformation
-from styrax.optim.matrices import matrixwise, on_stacks, stack_shape
+from styrax.optim.matrices import EXACT, matrixwise, moments, on_stacks, stack_shape
 from styrax.optim.specs import ParamSpec
+from styrax.optim.spreading import spread
+from styrax.optim.together import Together
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, UInt32
-
-EXACT = jax.lax.Precision.HIGHEST
-"""Of the products that fit the factors."""
 
 FLAT, DECAY, LEAST = 500, 0.001, 0.03
 """Updates with a fit at each, then how fast its frequency falls, and how far."""
@@ -46,6 +46,8 @@ class KronState(NamedTuple):
     left: Any
     right: Any
     adam: Any
+
+    stacked_fields = ("left", "right")
 
 
 def kron(
@@ -82,6 +84,10 @@ def kron(
 
     The noise depends on the seed, the update, the path and the copy alone, so a resumed run and all replicas draw the
     same.
+
+    On several devices each takes whole matrices of a batch (see `styrax.optim.spreading.spread`): the momentum there
+    and the step back move by an all-to-all each, and so do the sides unless their copies lie on the devices already, as
+    `styrax.optim.sharding.init` lays those of stacked layers whose number the devices divide.
 
     `update` takes `learning_rate` and `verdict` as `adamw` does; with `learning_rate`, AdamW's own rate changes in
     proportion.
@@ -132,33 +138,42 @@ def kron(
 
     def begin(leaves: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         shapes = {path: stack_shape(specs[path], w.shape) for path, w in leaves.items()}
-        mu = {path: jnp.zeros_like(w, jnp.float32) for path, w in leaves.items()}
-        return mu, *({path: factor(shape[0], shape[axis]) for path, shape in shapes.items()} for axis in (1, 2))
+        return *moments(leaves, 1), *(
+            {path: factor(shape[0], shape[axis]) for path, shape in shapes.items()} for axis in (1, 2)
+        )
 
     def one(now: Now, g: Array, mu: Array, keys: Array, left: Array, right: Array) -> tuple[Array, ...]:
         mu = now.keep(b1 * mu + (1.0 - b1) * g, mu)
-        m = mu * debias(b1, now.t)
         due, number = fit_due(now.count)
-
-        def fitted(keys: Array, left: Array, right: Array) -> tuple[Array, Array]:
-            noise = jax.vmap(
-                lambda key: jax.random.normal(jax.random.wrap_key_data(key, impl="threefry2x32"), g.shape[1:])
-            )
-            return _fit(m, noise(keys), left, right, precond_lr, number % 100 == 0)
-
         due = now.keep(due, jnp.zeros((), jnp.bool_))
-        left, right = jax.lax.cond(due, fitted, lambda keys, left, right: (left, right), keys, left, right)
-        u = m
-        for times in (_times, _times_transposed):
-            u = times(left, u)
-            u = jnp.swapaxes(times(right, jnp.swapaxes(u, 1, 2)), 1, 2)
+
+        def whitened(m: Array, keys: Array, left: Array, right: Array) -> tuple[Array, ...]:
+            def fitted(keys: Array, left: Array, right: Array) -> tuple[Array, Array]:
+                noise = jax.vmap(
+                    lambda key: jax.random.normal(jax.random.wrap_key_data(key, impl="threefry2x32"), m.shape[1:])
+                )
+                return _fit(m, noise(keys), left, right, precond_lr, number % 100 == 0)
+
+            left, right = jax.lax.cond(due, fitted, lambda keys, left, right: (left, right), keys, left, right)
+            u = m
+            for times in (_times, _times_transposed):
+                u = times(left, u)
+                u = jnp.swapaxes(times(right, jnp.swapaxes(u, 1, 2)), 1, 2)
+            return u, keys, left, right
+
+        u, keys, left, right = spread(whitened, home=3)(mu * debias(b1, now.t), keys, left, right)
         rms = jnp.sqrt(jnp.mean(jnp.square(u), axis=(1, 2), keepdims=True))
         return u * jnp.minimum(1.0, 1.1 / (rms + 1e-6)), mu, keys, left, right
 
-    def step(now: Now, grads: dict[str, Any], slots: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...], bool]:
+    def step(now: Now, same: Together, grads: dict[str, Any], slots: tuple[Any, ...]) -> tuple[Any, ...]:
         mu, left, right = slots
-        keys = {path: noise_keys(seed, now.count, path, left[path].shape[0]) for path in grads}
-        directions, (mu, _, left, right) = on_stacks(specs, one, now, grads, (mu, keys, left, right), whole=1)
+        keys = {}
+        for first in grads:
+            paths = same.members[first]
+            copies = left[first].shape[0] // len(paths)
+            keys[first] = jnp.concatenate([noise_keys(seed, now.count, path, copies) for path in paths])
+        one_now = functools.partial(one, now)
+        directions, (mu, _, left, right) = on_stacks(same.specs, one_now, grads, (mu, keys, left, right), whole=1)
         return directions, (mu, left, right), True
 
     return matrixwise(common, KronState, specs, dict(adam or {}), begin, step)

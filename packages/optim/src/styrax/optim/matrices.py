@@ -1,15 +1,14 @@
-"""What the algorithms for matrices share: which leaves they take, batches of equal shapes, where the batches lie."""
+"""What the algorithms for matrices share: which leaves they take, batches of equal shapes, one loop."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from styrax.core.errors import UserError, nearest
 from styrax.core.tree import flatten, unflatten
@@ -17,9 +16,8 @@ from styrax.optim.adamw import adamw
 from styrax.optim.elementwise import Common, Leaf, Now
 from styrax.optim.guard import FusedTransformation, Verdict
 from styrax.optim.specs import ParamSpec, need_axes
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
+from styrax.optim.spreading import automatic, mesh_of, settled
+from styrax.optim.together import Together, together
 
 
 def matrix_paths(leaves: Mapping[str, Any], specs: Mapping[str, ParamSpec], what: str) -> list[str]:
@@ -105,111 +103,45 @@ def batched(f: Callable[..., Any], matrices: Mapping[str, Sequence[Any]], *, wid
     return {path: done[path] for path in matrices}
 
 
-def spread(
-    f: Callable[[Array], Array], mesh: Mesh | AbstractMesh | None = None, axes: Collection[str] | None = None
-) -> Callable[[Array], Array]:
-    """Let the devices of a mesh share the matrices of a batch, each taking whole ones.
-
-    Left to itself, the compiler splits each matrix as its parameter is split and communicates at every product.
-    With whole matrices on each device, it moves the batch there and back by an all-to-all each.
-
-    Args:
-        f: Takes a batch `[copies, ...]` and gives one, each copy for itself; zeros are added to make the number
-            of copies a multiple of the devices.
-        mesh: The mesh if `jax.set_mesh` has set none.
-        axes: Mesh axes to spread over; `None` for all.
-
-    Returns:
-        `f`, constrained if there is a mesh. It raises `UserError` if the mesh has no such axis.
-    """
-
-    def on_mesh(x: Array) -> Array:
-        context = jax.sharding.get_abstract_mesh()
-        used = mesh if context.empty else context
-        if used is None:
-            return f(x)
-        if unknown := [name for name in axes or () if name not in used.axis_names]:
-            raise UserError(f"stack_axes: the mesh has no {', '.join(unknown)}; it has {', '.join(used.axis_names)}")
-        kinds = zip(used.axis_names, used.axis_types)
-        names = tuple(n for n, kind in kinds if kind != AxisType.Manual and (axes is None or n in axes))
-        devices = math.prod(used.shape[name] for name in names)
-        if devices == 1:
-            return f(x)
-        copies = x.shape[0]
-        if extra := -copies % devices:
-            x = jnp.pad(x, ((0, extra),) + ((0, 0),) * (x.ndim - 1))
-        whole = NamedSharding(used, PartitionSpec(names))
-        x = jax.lax.with_sharding_constraint(_divided(x), whole)
-        return _divided(jax.lax.with_sharding_constraint(f(x), whole)[:copies])
-
-    return on_mesh
-
-
-def _divided(x: Array) -> Array:
-    # The compiler carries a constraint over to whatever an array is computed from or used for, and would move the
-    # gradient, the momentum and the weights instead of the one array that they make. It does not carry one along an
-    # axis that is concatenated.
-    return jnp.concatenate([x[:1], x[1:]]) if x.shape[0] > 1 else x
-
-
-def automatic(f: Callable[..., Any], arrays: tuple[Any, ...], like: Any) -> Any:
-    """Call a function with its arrays on automatic axes, where a mesh has explicit ones.
-
-    The types of explicit axes forbid to reshape split axes, as one does to lay parameters out as matrices.
-
-    Args:
-        f: Takes `arrays`.
-        arrays: Trees of arrays; `f` must close over none.
-        like: Arrays that those of the result lie as, a tree like the result.
-    """
-    where = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
-    if not any(AxisType.Explicit in s.mesh.axis_types for s in jax.tree.leaves(where) if not s.mesh.empty):
-        return f(*arrays)
-    on_automatic_axes: Any = jax.sharding.auto_axes(f, out_sharding=where)
-    return on_automatic_axes(*arrays)
-
-
 def on_stacks(
     specs: Mapping[str, ParamSpec],
     f: Callable[..., tuple[Any, ...]],
-    now: Now,
     grads: Mapping[str, Any],
     slots: tuple[Mapping[str, Any], ...],
     whole: int,
 ) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
-    """Apply a function of stacked matrices to gradients and state, on any mesh; for the `step` of `matrixwise`.
+    """Apply a function of stacked matrices to gradients and state; for the `step` of `matrixwise`.
 
     Args:
         specs: Path -> axes.
-        f: Takes what holds for all and, as stacks, a gradient and its part of every slot that has one; gives the
-            direction and the new slots, in the same order.
-        now: What holds for all.
+        f: Takes, as stacks, a gradient and its part of every slot that has one; gives the direction and the new slots,
+            in the same order.
         grads: Path -> gradient.
         slots: Path -> array for each slot.
         whole: The first so many slots are shaped like the parameters, the others are stacks already.
 
     Returns:
-        Path -> direction, and the slots with what is new.
+        Path -> direction, and path -> array for each slot.
     """
-    given = tuple({path: slot[path] for path in grads if path in slot} for slot in slots)
+    stacks = {}
+    for path in grads:
+        laid = [specs[path].to_matrices(tree[path]) for tree in (grads, *slots[:whole])]
+        stacks[path] = laid + [slot[path] for slot in slots[whole:] if path in slot]
+    # On a mesh the devices have whole matrices of each stack, and to append one to another would move both.
+    every = [stacks] if mesh_of(jax.tree.leaves(stacks)) is None else [{path: xs} for path, xs in stacks.items()]
+    directions, new = {}, tuple({} for _ in slots)
+    for path, results in ((path, done) for some in every for path, done in batched(f, some).items()):
+        back = [specs[path].from_matrices(x, grads[path].shape) for x in results[: whole + 1]]
+        directions[path] = back[0]
+        homes = [home for home, slot in zip(new, slots) if path in slot]
+        for home, x in zip(homes, (*back[1:], *results[whole + 1 :]), strict=True):
+            home[path] = x
+    return directions, new
 
-    def all_at_once(now: Now, grads: dict[str, Any], slots: tuple[dict[str, Any], ...]) -> Any:
-        stacks = {}
-        for path in grads:
-            laid = [specs[path].to_matrices(tree[path]) for tree in (grads, *slots[:whole])]
-            stacks[path] = laid + [slot[path] for slot in slots[whole:] if path in slot]
-        directions, new = {}, tuple({} for _ in slots)
-        for path, results in batched(lambda *arrays: f(now, *arrays), stacks).items():
-            shape = grads[path].shape
-            back = [specs[path].from_matrices(x, shape) for x in results[: whole + 1]]
-            directions[path] = back[0]
-            homes = [home for home, slot in zip(new, slots) if path in slot]
-            for home, x in zip(homes, (*back[1:], *results[whole + 1 :]), strict=True):
-                home[path] = x
-        return directions, new
 
-    directions, new = automatic(all_at_once, (now, dict(grads), given), (dict(grads), given))
-    return directions, tuple({**slot, **fresh} for slot, fresh in zip(slots, new))
+def moments(leaves: Mapping[str, Any], number: int) -> tuple[dict[str, Any], ...]:
+    """Make slots of float32 zeros, shaped like the parameters."""
+    return tuple({path: jnp.zeros_like(w, jnp.float32) for path, w in leaves.items()} for _ in range(number))
 
 
 def side_slots(specs: Mapping[str, ParamSpec], leaves: Mapping[str, Any], limit: int) -> tuple[dict[str, Any], ...]:
@@ -226,34 +158,52 @@ def side_slots(specs: Mapping[str, ParamSpec], leaves: Mapping[str, Any], limit:
     return *zeros, *({path: x + jnp.eye(x.shape[-1]) for path, x in side.items()} for side in zeros)
 
 
+def gram_products(g: Any, axes: Collection[int]) -> list[Any]:
+    """Give `g g^T` of stacked matrices for axis 1, of the inputs, and `g^T g` for axis 2."""
+    return [jnp.einsum("nij,nkj->nik" if axis == 1 else "nji,njk->nik", g, g, precision=EXACT) for axis in axes]
+
+
+EXACT = jax.lax.Precision.HIGHEST
+"""Of products that make statistics, bases and roots: a basis from coarse products is not orthogonal, and small
+eigenvalues of coarse products are noise."""
+
 ADAM = ("learning_rate", "b1", "b2", "eps", "weight_decay")
+
+MatrixStep: TypeAlias = Callable[
+    [Now, Together, dict[str, Any], tuple[dict[str, Any], ...]], tuple[dict[str, Any], tuple[dict[str, Any], ...], Any]
+]
+"""The `step` of `matrixwise`."""
 
 
 def matrixwise(
     common: Common,
-    state_type: Callable[..., Any],
+    state_type: Any,
     specs: Mapping[str, ParamSpec],
     adam: Mapping[str, Any],
     begin: Callable[[dict[str, Any]], tuple[dict[str, Any] | None, ...]],
-    step: Callable[[Now, dict[str, Any], tuple[Any, ...]], tuple[dict[str, Any], tuple[Any, ...], Any]],
+    step: MatrixStep,
 ) -> FusedTransformation:
     """Make a transformation that has its way with the parameters whose role is `matrix` and leaves AdamW the rest.
 
     Args:
         common: The shared arguments, checked; they hold for both.
-        state_type: Takes the count, the learning rate, a tree for each slot and the state of AdamW.
+        state_type: Named tuple of the count, the learning rate, a tree for each slot and the state of AdamW. Its
+            `stacked_fields` name the slots that are `[copies, ...]`; the rest is shaped like the parameters, perhaps
+            with axes of 1.
         specs: Path -> role and axes.
         adam: Arguments of AdamW other than those in `common`; `learning_rate` and `weight_decay` in place of those.
         begin: Takes path -> matrix parameter; gives for each slot path -> array, not necessarily for all paths, or
             `None` for a slot that is not used. The first slot has all paths and the shapes of the parameters.
-        step: Takes what holds for all parameters, path -> gradient (float32, with the verdict's scale; some may be
-            missing) and the slots; gives path -> direction to go against, the new slots (every array selected by
-            `Now.keep`), and whether the parameters change in this step (`True` or a traced boolean).
+        step: Takes what holds for all parameters, which of them are laid together (their paths and axes), path ->
+            gradient (float32, with the verdict's scale) and the slots of these; gives path -> direction to go against,
+            the new slots (every array selected by `Now.keep`), and whether the parameters change in this step (`True`
+            or a traced boolean). It runs on automatic axes.
 
     Raises:
         UserError: AdamW has no such argument, or one is out of range.
     """
     _check_adam(common, adam)
+    stacked = tuple(name in getattr(state_type, "stacked_fields", ()) for name in state_type._fields[2:-1])
     rest = adamw(
         **{"learning_rate": common.learning_rate, "weight_decay": common.weight_decay, **adam},
         schedule=common.schedule,
@@ -296,10 +246,33 @@ def matrixwise(
         grads = {path: g for path, g in grads.items() if path not in others}
         common.check_update(grads, slots[0], weights, needs_params=False)
         now = common.now(state, learning_rate, verdict)
-        directions, slots, moves = step(now, {path: now.gradient(g) for path, g in grads.items()}, tuple(slots))
-        for path, direction in directions.items():
-            change = common.update(now, Leaf(path, grads[path], weights.get(path), ()), direction)
-            steps[path] = change if moves is True else jnp.where(moves, change, jnp.float32(-0.0))
+        weights = {path: weights[path] for path in grads if common.decay(path)}
+        given = tuple({path: slot[path] for path in grads if path in slot} for slot in slots)
+
+        def alike(path: str) -> Any:
+            held = [tree[path] for tree in (grads, weights, *given) if path in tree]
+            numbers = common.decay(path), common.multiplier(path), *(path in slot for slot in given)
+            return numbers, *(jax.typeof(x) for x in held)
+
+        mesh = mesh_of((*grads.values(), *slots[0].values()))
+        same = together(specs, grads, alike, on_mesh=mesh is not None)
+
+        def go(now: Now, grads: dict[str, Any], weights: dict[str, Any], given: tuple[dict[str, Any], ...]) -> Any:
+            laid = {path: now.gradient(g) for path, g in same.lay(grads).items()}
+            heavy = same.lay(weights)
+            held = tuple(same.lay(slot, stacked=is_stack) for slot, is_stack in zip(given, stacked))
+            directions, new, moves = step(now, same, laid, held)
+            changes = {}
+            for path, direction in directions.items():
+                change = common.update(now, Leaf(path, laid[path], heavy.get(path), ()), direction)
+                changes[path] = change if moves is True else jnp.where(moves, change, jnp.float32(-0.0))
+            parted = (same.part(slot, stacked=is_stack) for slot, is_stack in zip(new, stacked, strict=True))
+            return same.part(changes), tuple(parted)
+
+        changes, new = automatic(go, (now, grads, weights, given), (grads, given))
+        for slot, fresh, is_stack in zip(slots, new, stacked, strict=True):
+            slot.update({path: settled(x, mesh) for path, x in fresh.items()} if is_stack else fresh)
+        steps.update(changes)
         count, rate = common.advance(now, state)
         trees = (None if tree is None else unflatten(tree, slot) for tree, slot in zip(trees, slots, strict=True))
         return unflatten(updates, steps), state_type(count, rate, *trees, adam_state)

@@ -27,6 +27,8 @@ def metrics(state: Any) -> dict[str, Float[Array, ""]]:
         (factor put on the gradient, 0 for a skipped step), `skipped` (steps skipped so far), and
         `learning_rate` of the last applied update if the state has one (`learning_rate/NAME` for each of several
         groups). The first three are of the last call of `update`, so a skipped step shows its non-finite norm.
+        A guard with `zclip` adds `norm_mean` and `norm_std`, what the next norm is judged by; one with `spikes` adds
+        `spikes`, the steps skipped for that (they are in `skipped` too).
 
     Raises:
         ValueError: The state holds no `GuardState`, or more than one.
@@ -42,6 +44,10 @@ def metrics(state: Any) -> dict[str, Float[Array, ""]]:
         advice = "give it the state of one of them" if guards else "wrap the optimizer in guard(...)"
         raise ValueError(f"metrics needs the state of one guard, found {len(guards)} in {type(state)}; {advice}")
     found = {name: getattr(guards[0], name) for name in ("grad_norm", "clip_scale", "skipped")}
+    if "mean" in getattr(guards[0].zclip, "_fields", ()):
+        found["norm_mean"], found["norm_std"] = guards[0].zclip.mean, guards[0].zclip.variance
+    if "skipped" in getattr(guards[0].spikes, "_fields", ()):
+        found["spikes"] = guards[0].spikes.skipped
     rates = _outermost(state, lambda node: "learning_rate" in getattr(node, "_fields", ()))
     if len(rates) == 1:
         found["learning_rate"] = rates[0].learning_rate
@@ -50,7 +56,10 @@ def metrics(state: Any) -> dict[str, Float[Array, ""]]:
             f"learning_rate/{name}": x.learning_rate for name, x in of.inner.items() if hasattr(x, "learning_rate")
         }
     # A number may be wrapped in a variable; its tree then still has one leaf.
-    return {name: jnp.asarray(next(iter(flatten(x).values())), jnp.float32) for name, x in found.items()}
+    numbers = {name: jnp.asarray(next(iter(flatten(x).values())), jnp.float32) for name, x in found.items()}
+    if "norm_std" in numbers:
+        numbers["norm_std"] = jnp.sqrt(numbers["norm_std"])
+    return numbers
 
 
 def _outermost(state: Any, wanted: Callable[[Any], bool]) -> list[Any]:

@@ -1,45 +1,29 @@
-"""Recipes: an optimizer as a frozen config, built for given parameters and a given number of steps."""
+"""The recipes of algorithms that go over the parameters one by one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from styrax.core import nearest
-from styrax.core.config import Fraction, NonNegativeFloat, PositiveFloat, check
+from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat
 from styrax.optim.curves import Cycles, InverseSqrt, Linear, Piecewise
-from styrax.optim.roles import DECAY_ROLES, ROLES, Role, Table, describe
-from styrax.optim.schedules import WSD, Cosine
+from styrax.optim.recipe import Recipe
+from styrax.optim.recipe_parts import Treatment
+from styrax.optim.schedules import WSD, Cosine, amount
 
 if TYPE_CHECKING:
-    import optax
-    from jaxtyping import Array, Float
+    from styrax.optim.guard import FusedTransformation
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamW(Recipe):
     """AdamW with a schedule, weight decay by role, clipping by global norm, and non-finite steps skipped.
 
-    Weight decay goes to matrices and the output head. Norm scales, biases and scalars have none. Embedding
-    tables have none either: a row gets a gradient only when its token occurs but would shrink on every step,
-    which starves rare tokens and lets small embeddings blow up the gradient of the first layers (OLMo 2,
-    arXiv 2501.00656). A table that is also the
-    output head counts as an embedding. Add `"embed"` to `decay_roles` for the GPT-2 habit of decaying every
-    matrix.
-
     Attributes:
-        kind: Which recipe this is.
         learning_rate: Peak learning rate; the default is that of GPT-3 Small.
         b1: Decay of the first moment.
         b2: Decay of the second moment.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay, multiplied by the learning rate.
-        decay_roles: Roles of the parameters that decay.
-        lr_multipliers: Multiplier on the learning rate by role; 1 for a role not named.
-        roles: Path pattern to role, before the default rules.
-        clip_norm: Largest global norm of the gradient; absent for no clipping.
-        skip_nonfinite: Skip a step whose gradient has an infinity or a NaN.
-        schedule: How the learning rate moves: `cosine`, `wsd`, `linear`, `inverse_sqrt`, `piecewise` or `cycles`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -51,75 +35,318 @@ class AdamW:
     """
 
     kind: Literal["adamw"] = "adamw"
-    learning_rate: NonNegativeFloat = 6e-4
     b1: Fraction = 0.9
     b2: Fraction = 0.95
     eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
-    decay_roles: tuple[Role, ...] = DECAY_ROLES
-    lr_multipliers: dict[Role, NonNegativeFloat] = field(default_factory=dict)
-    roles: dict[str, Role] = field(default_factory=dict)
-    clip_norm: NonNegativeFloat | None = 1.0
-    skip_nonfinite: bool = True
-    schedule: Cosine | WSD | Linear | InverseSqrt | Piecewise | Cycles = field(default_factory=Cosine)
 
-    def __post_init__(self) -> None:
-        """Check the values, and then what one field alone cannot tell."""
-        check(self)
-        problems = [f"{name} must be below 1, got {b}" for name, b in (("b1", self.b1), ("b2", self.b2)) if b >= 1]
-        named = {"decay_roles": self.decay_roles, "lr_multipliers": self.lr_multipliers}
-        for name, found in {**named, "roles": self.roles.values()}.items():
-            wrong = [role for role in found if role not in ROLES]
-            problems += [f"{name}: {role!r} is no role{nearest(role, ROLES)}" for role in wrong]
-        if problems:
-            raise ValueError("\n".join(problems))
+    below_one = ("b1", "b2")
 
-    def describe(self, params: Any) -> Table:
-        """Tell how each parameter is treated; `print` the result.
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.adamw import adamw
 
-        Args:
-            params: Tree of arrays or of `jax.ShapeDtypeStruct`s.
+        return adamw(self.learning_rate, b1=self.b1, b2=self.b2, eps=treatment.epsilon(self.eps), **treatment.common)
 
-        Raises:
-            UserError: The rules in `roles` do not fit the parameters.
-        """
-        return describe(
-            params,
-            self.roles,
-            weight_decay=self.weight_decay,
-            decay_roles=self.decay_roles,
-            lr_multipliers=self.lr_multipliers,
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Recipe):
+    """Lion: the sign of an interpolated momentum, with half the state of AdamW; see `styrax.optim.lion`.
+
+    Attributes:
+        learning_rate: Peak learning rate, a third to a tenth of AdamW's.
+        b1: Share of the momentum in the direction.
+        b2: Decay of the momentum.
+    """
+
+    kind: Literal["lion"] = "lion"
+    learning_rate: NonNegativeFloat = 1e-4
+    b1: Fraction = 0.9
+    b2: Fraction = 0.99
+
+    below_one = ("b1", "b2")
+
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.lion import lion
+
+        return lion(self.learning_rate, b1=self.b1, b2=self.b2, **treatment.common)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdEMAMix(Recipe):
+    """AdEMAMix: AdamW with a second, far slower momentum; see `styrax.optim.ademamix`.
+
+    Attributes:
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        b3: Decay of the slow moment.
+        alpha: Weight of the slow moment.
+        warmup: Over how many steps `alpha` and `b3` rise: an integer is a number of steps, a number with a point a
+            fraction of all; 0 for none.
+        eps: Added to the root of the second moment.
+    """
+
+    kind: Literal["ademamix"] = "ademamix"
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    b3: Fraction = 0.9999
+    alpha: NonNegativeFloat = 5.0
+    warmup: NonNegative | Fraction = 1.0
+    eps: PositiveFloat = 1e-8
+
+    below_one = ("b1", "b2", "b3")
+
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.ademamix import ademamix
+
+        return ademamix(
+            self.learning_rate,
+            b1=self.b1,
+            b2=self.b2,
+            b3=self.b3,
+            alpha=self.alpha,
+            warmup=amount(self.warmup, treatment.steps) or None,
+            eps=self.eps,
+            **treatment.common,
         )
 
-    def build(self, params: Any, *, steps: int) -> optax.GradientTransformationExtraArgs:
-        """Make the optimizer.
 
-        Args:
-            params: Tree of arrays or of `jax.ShapeDtypeStruct`s; only paths and shapes are read.
-            steps: Number of steps of the whole run, 1 or more. The schedule is a function of it, so a run
-                resumed with another number goes on along the schedule of that number.
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFree(Recipe):
+    """Schedule-free AdamW: an average of the iterates is evaluated, see `styrax.optim.schedule_free`.
 
-        Raises:
-            UserError: The rules in `roles` do not fit the parameters.
-            ValueError: `steps` is not an integer of 1 or more.
-        """
-        from styrax.optim.adamw import adamw
-        from styrax.optim.guard import guard
+    Evaluate and ship `recipe.eval_params(opt_state, params)`, not the parameters.
 
-        table = self.describe(params)
-        inner = adamw(
+    Attributes:
+        b1: Share of the average in the trained weights.
+        b2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        r: Power of the step in the weights of the average.
+        weight_power: Power of the largest learning rate in them.
+        schedule: How the learning rate moves: it should warm up and not decay.
+    """
+
+    kind: Literal["schedule_free"] = "schedule_free"
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    r: NonNegativeFloat = 0.0
+    weight_power: NonNegativeFloat = 2.0
+    schedule: Cosine | WSD | Linear | InverseSqrt | Piecewise | Cycles = field(default_factory=lambda: WSD(decay=0))
+
+    below_one = ("b1", "b2")
+
+    @property
+    def derives_weights(self) -> bool:
+        """Whether `eval_params` gives other weights than those that are trained: it does."""
+        return True
+
+    def problems(self) -> list[str]:
+        """Say what does not fit together."""
+        found = super().problems()
+        if self.extras.cautious or self.extras.cautious_decay:
+            found.append(
+                "extras.cautious: the average is derived from the updates, which must not be masked; leave it out"
+            )
+        if self.extras.average is not None:
+            found.append("extras.average: the evaluated weights are an average already; leave it out")
+        return found
+
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.schedule_free import schedule_free
+
+        return schedule_free(
             self.learning_rate,
-            schedule=self.schedule.build(steps=steps),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
-            weight_decay={row.path: row.decay for row in table},
-            lr_multipliers={row.path: row.lr for row in table},
+            r=self.r,
+            weight_power=self.weight_power,
+            **treatment.common,
         )
-        return guard(inner, clip_norm=self.clip_norm, skip_nonfinite=self.skip_nonfinite)
 
-    def metrics(self, opt_state: Any) -> dict[str, Float[Array, ""]]:
-        """Read the scalars to log, see `styrax.optim.metrics`."""
-        from styrax.optim.metrics import metrics
 
-        return metrics(opt_state)
+@dataclass(frozen=True, kw_only=True)
+class Mars(Recipe):
+    """MARS: AdamW on gradients whose variance is reduced by the ones before, see `styrax.optim.mars`.
+
+    Attributes:
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        gamma: How much of the difference to the gradient before is added.
+        eps: Added to the root of the second moment.
+    """
+
+    kind: Literal["mars"] = "mars"
+    b1: Fraction = 0.95
+    b2: Fraction = 0.99
+    gamma: NonNegativeFloat = 0.025
+    eps: PositiveFloat = 1e-8
+
+    below_one = ("b1", "b2")
+
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.mars import mars
+
+        return mars(
+            self.learning_rate,
+            b1=self.b1,
+            b2=self.b2,
+            gamma=self.gamma,
+            eps=self.eps,
+            specs=treatment.specs,
+            **treatment.common,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prodigy(Recipe):
+    """Prodigy: AdamW that estimates its learning rate, see `styrax.optim.prodigy`.
+
+    Attributes:
+        learning_rate: Multiple of the estimate; leave it at 1.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the root of the second moment, in units of the estimate.
+        d0: First estimate.
+        d_coef: Multiple of every estimate.
+        use_bias_correction: Correct the moments for their start at zero.
+        safeguard_warmup: Leave the learning rate out of the estimate, for a warm-up that is long.
+    """
+
+    kind: Literal["prodigy"] = "prodigy"
+    transferable = "Prodigy estimates the learning rate itself; leave it out"
+    learning_rate: NonNegativeFloat = 1.0
+    weight_decay: NonNegativeFloat = 0.0
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    d0: PositiveFloat = 1e-6
+    d_coef: PositiveFloat = 1.0
+    use_bias_correction: bool = False
+    safeguard_warmup: bool = False
+
+    below_one = ("b1", "b2")
+
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.prodigy import prodigy
+
+        return prodigy(
+            self.learning_rate,
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            d0=self.d0,
+            d_coef=self.d_coef,
+            use_bias_correction=self.use_bias_correction,
+            safeguard_warmup=self.safeguard_warmup,
+            **treatment.common,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor(Recipe):
+    """Adafactor: the second moment of a matrix as a row and a column, see `styrax.optim.adafactor`.
+
+    Attributes:
+        learning_rate: Peak learning rate, relative to the size of a parameter.
+        b1: Decay of the first moment; 0 has none.
+        decay_power: How the decay of the second moment approaches 1.
+        clip: Largest root mean square of an update; absent for no limit.
+        scale_by_parameter: Multiply the learning rate by the size of the parameter.
+        min_size: Shortest side of a matrix whose second moment is factored.
+    """
+
+    kind: Literal["adafactor"] = "adafactor"
+    transferable = "Adafactor's learning rate is relative to the size of a parameter; leave it out"
+    learning_rate: NonNegativeFloat = 1e-2
+    weight_decay: NonNegativeFloat = 0.0
+    b1: Fraction = 0.0
+    decay_power: PositiveFloat = 0.8
+    clip: PositiveFloat | None = 1.0
+    scale_by_parameter: bool = True
+    min_size: Positive = 128
+
+    below_one = ("b1",)
+
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.adafactor import adafactor
+
+        return adafactor(
+            self.learning_rate,
+            specs=treatment.specs,
+            b1=self.b1,
+            decay_power=self.decay_power,
+            clip=self.clip,
+            scale_by_parameter=self.scale_by_parameter,
+            min_size=self.min_size,
+            **treatment.common,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamMini(Recipe):
+    """Adam-mini: one second moment for each block, half the state of AdamW; see `styrax.optim.adam_mini`.
+
+    Attributes:
+        b1: Decay of the first moment.
+        b2: Decay of the second moments.
+        eps: Added to the root of the second moment.
+    """
+
+    kind: Literal["adam_mini"] = "adam_mini"
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+
+    below_one = ("b1", "b2")
+
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.adam_mini import adam_mini
+
+        return adam_mini(
+            self.learning_rate, specs=treatment.specs, b1=self.b1, b2=self.b2, eps=self.eps, **treatment.common
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EightBitAdamW(Recipe):
+    """AdamW whose moments have eight bits a number, see `styrax.optim.eight_bit_adamw`.
+
+    Attributes:
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        block: Numbers along the last axis that share a scale.
+        min_size: Smallest parameter whose moments are quantised.
+    """
+
+    kind: Literal["eight_bit_adamw"] = "eight_bit_adamw"
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    block: Positive = 256
+    min_size: Positive = 4096
+
+    below_one = ("b1", "b2")
+
+    def make(self, treatment: Treatment) -> FusedTransformation:
+        """Make the algorithm."""
+        from styrax.optim.eight_bit import eight_bit_adamw
+
+        return eight_bit_adamw(
+            self.learning_rate,
+            specs=treatment.specs,
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            block=self.block,
+            min_size=self.min_size,
+            **treatment.common,
+        )

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from styrax.core import UserError, nearest
 from styrax.core.tree import flatten, match
+from styrax.optim.columns import columns
 
 Role = Literal["matrix", "embed", "head", "vector", "scalar"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -110,6 +111,8 @@ class Row(NamedTuple):
         role: Its role.
         lr: Multiplier on the learning rate.
         decay: Weight decay, before the learning rate.
+        bytes: Of the parameter itself.
+        group: The group that it belongs to, empty without groups.
     """
 
     path: str
@@ -117,6 +120,8 @@ class Row(NamedTuple):
     role: Role
     lr: float
     decay: float
+    bytes: int = 0
+    group: str = ""
 
 
 class Table(tuple[Row, ...]):
@@ -126,14 +131,16 @@ class Table(tuple[Row, ...]):
 
     def __str__(self) -> str:
         """Lay the rows out in columns, with the totals below."""
-        head = ("path", "shape", "role", "lr x", "decay")
-        cells = [head, *((r.path, str(r.shape), r.role, f"{r.lr:g}", f"{r.decay:g}") for r in self)]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells]
-        lines.insert(1, "  ".join("-" * w for w in widths))
+        grouped = len({row.group for row in self}) > 1
+        head = ("path", "shape", "role", *(["group"] if grouped else []), "lr x", "decay", "bytes")
+        rows = [
+            (r.path, str(r.shape), r.role, *([r.group] if grouped else []), f"{r.lr:g}", f"{r.decay:g}", f"{r.bytes:,}")
+            for r in self
+        ]
         size, decayed = _size(self), _size(row for row in self if row.decay)
-        lines.append(f"{len(self)} arrays, {size:,} parameters, {decayed:,} with weight decay")
-        return "\n".join(lines)
+        total = sum(row.bytes for row in self)
+        below = f"{len(self)} arrays, {size:,} parameters, {decayed:,} with weight decay, {total:,} bytes"
+        return columns(head, rows, right=("bytes",)) + "\n" + below
 
 
 def describe(
@@ -176,6 +183,7 @@ def describe(
             found[path],
             multipliers.get(found[path], 1.0),
             weight_decay if found[path] in decay_roles else 0.0,
+            math.prod(shape_of(leaf)) * getattr(getattr(leaf, "dtype", None), "itemsize", 0),
         )
         for path, leaf in flatten(params).items()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,15 +11,15 @@ import jax.numpy as jnp
 
 from styrax.core.config import Positive
 from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, ByPath, Common, Now, Schedule, debias
+from styrax.optim.factor import eigh
 from styrax.optim.guard import FusedTransformation
-from styrax.optim.matrices import matrixwise, on_stacks, side_slots
+from styrax.optim.matrices import EXACT, gram_products, matrixwise, moments, on_stacks, side_slots
 from styrax.optim.specs import ParamSpec
+from styrax.optim.spreading import spread
+from styrax.optim.together import Together
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-EXACT = jax.lax.Precision.HIGHEST
-"""Of the products that make statistics and roots: small eigenvalues of coarse products are noise."""
 
 
 class ShampooState(NamedTuple):
@@ -47,6 +48,8 @@ class ShampooState(NamedTuple):
     left_root: Any
     right_root: Any
     adam: Any
+
+    stacked_fields = ("left", "right", "left_root", "right_root")
 
 
 def shampoo(
@@ -80,6 +83,10 @@ def shampoo(
     with two such sides has the step `a`. Embeddings, heads, vectors and scalars are updated by `adamw` with the same
     schedule, decays and multipliers. A matrix whose axes nobody gave is refused by name. Matrices of equal shape are
     one batch.
+
+    On several devices each takes whole matrices of a batch (see `styrax.optim.spreading.spread`): the gradient and the
+    momentum there and the step back move by an all-to-all each, and so do the sides unless their copies lie on the
+    devices already, as `styrax.optim.sharding.init` lays those of stacked layers whose number the devices divide.
 
     `update` takes `learning_rate` and `verdict` as `adamw` does; with `learning_rate`, AdamW's own rate changes in
     proportion.
@@ -130,43 +137,44 @@ def shampoo(
     )
 
     def begin(leaves: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        mu, nu = ({path: jnp.zeros_like(w, jnp.float32) for path, w in leaves.items()} for _ in range(2))
-        return mu, nu, *side_slots(specs, leaves, max_precond_dim)
+        return *moments(leaves, 2), *side_slots(specs, leaves, max_precond_dim)
 
     def one(now: Now, g: Array, mu: Array, nu: Array, *sides: Array) -> tuple[Array, ...]:
         axes = [axis for axis in (1, 2) if g.shape[axis] <= max_precond_dim]
-        grams, roots = sides[: len(axes)], sides[len(axes) :]
         mu = now.keep(b1 * mu + (1.0 - b1) * g, mu)
         nu = now.keep(b2 * nu + (1.0 - b2) * jnp.square(g), nu)
-        products = [jnp.einsum("nij,nkj->nik" if axis == 1 else "nji,njk->nik", g, g, precision=EXACT) for axis in axes]
-        grams = tuple(now.keep(b2 * old + (1.0 - b2) * new, old) for old, new in zip(grams, products))
         larger = debias(b2, now.t)
         m = mu * debias(b1, now.t)
         direction = m / (jnp.sqrt(nu * larger) + adam_eps)
-        if axes:
-            due = now.keep(now.count % frequency == 0, jnp.zeros((), jnp.bool_))
-            power = -0.5 / len(axes)
+        if not axes:
+            return direction, mu, nu
+        due = now.keep(now.count % frequency == 0, jnp.zeros((), jnp.bool_))
+
+        def preconditioned(g: Array, m: Array, *sides: Array) -> tuple[Array, ...]:
+            grams, roots = sides[: len(axes)], sides[len(axes) :]
+            grams = [now.keep(b2 * old + (1.0 - b2) * new, old) for old, new in zip(grams, gram_products(g, axes))]
             roots = jax.lax.cond(
                 due,
-                lambda grams, roots: tuple(_power(larger * gram, power, eps) for gram in grams),
+                lambda grams, roots: [_power(larger * gram, -0.5 / len(axes), eps) for gram in grams],
                 lambda grams, roots: roots,
                 grams,
-                roots,
+                list(roots),
             )
-            step = m
             for axis, root in zip(axes, roots):
-                step = jnp.matmul(*((root, step) if axis == 1 else (step, root)), precision=EXACT)
-            direction = step * (_norm(direction) / jnp.maximum(_norm(step), 1e-30))
-        return direction, mu, nu, *grams, *roots
+                m = jnp.matmul(*((root, m) if axis == 1 else (m, root)), precision=EXACT)
+            return m, *grams, *roots
 
-    def step(now: Now, grads: dict[str, Any], slots: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...], bool]:
-        return *on_stacks(specs, one, now, grads, slots, whole=2), True
+        step, *new = spread(preconditioned, home=len(sides))(g, m, *sides)
+        return step * (_norm(direction) / jnp.maximum(_norm(step), 1e-30)), mu, nu, *new
+
+    def step(now: Now, same: Together, grads: dict[str, Any], slots: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *on_stacks(same.specs, functools.partial(one, now), grads, slots, whole=2), True
 
     return matrixwise(common, ShampooState, specs, dict(adam or {}), begin, step)
 
 
 def _power(gram: Array, power: float, eps: float) -> Array:
-    values, vectors = jnp.linalg.eigh(gram)
+    values, vectors = eigh(gram)
     values = values - jnp.minimum(values[:, :1], 0.0) + eps
     return jnp.einsum("nij,nj,nkj->nik", vectors, values**power, vectors, precision=EXACT)
 

@@ -1,11 +1,11 @@
-"""Where an optimizer's state lies: as the parameters that it belongs to."""
+"""Where an optimizer's state lies: as the parameters that it belongs to, as far as its shapes allow."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from styrax.core.mesh import follow
 from styrax.core.tree import flatten, unflatten
@@ -14,11 +14,13 @@ from styrax.core.tree import flatten, unflatten
 def state_shardings(tx: Any, params: Any) -> Any:
     """Derive the shardings of an optimizer's state from those of the parameters.
 
-    A leaf of the state whose path ends with the path of a parameter and that has its shape lies as that
-    parameter; the longest such path counts. Everything else is replicated over the parameters' mesh.
+    What has the shape of its parameter lies as the parameter. What has fewer or shorter axes (rows and columns,
+    means, scales of blocks) is split along those that are left. A stack with a matrix for each copy (SOAP, Shampoo and
+    Kron) is split over copies first, and over rows if devices are left. Everything else is replicated over the
+    parameters' mesh. `styrax.core.mesh.follow` has the rules.
 
     `jax.jit(tx.init)` alone does not do this on a mesh with automatic axes: it makes replicated state, the
-    whole of it on every device. Give it the result as `out_shardings`.
+    whole of it on every device. Use `init`, or give it the result as `out_shardings`.
 
     Args:
         tx: Any optax transformation.
@@ -32,7 +34,7 @@ def state_shardings(tx: Any, params: Any) -> Any:
 
     Example:
         >>> import optax
-        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
         >>> there = NamedSharding(mesh, PartitionSpec("data", None))
         >>> params = {"w": jax.ShapeDtypeStruct((4, 2), "float32", sharding=there)}
         >>> state = state_shardings(optax.adam(1e-3), params)
@@ -46,6 +48,39 @@ def state_shardings(tx: Any, params: Any) -> Any:
         lines = ["parameters without a NamedSharding (put arrays on a mesh, or give ShapeDtypeStruct one):"]
         raise ValueError("\n  ".join(lines + [f"{path}: {sharding}" for path, sharding in wrong.items()]))
     return follow(jax.eval_shape(tx.init, params), params, unflatten(params, where), _replicated(where))
+
+
+def init(tx: Any, params: Any) -> Any:
+    """Make an optimizer's state in its shards, so that no device ever holds more than its part.
+
+    The same as `tx.init(params)` with the leaves where `state_shardings` says. An update under `jax.jit` keeps them
+    there on explicit axes. On automatic axes the compiler decides where results lie; give `jax.jit` the same shardings
+    as `out_shardings` to make sure.
+
+    Args:
+        tx: Any optax transformation whose `init` can be traced.
+        params: Arrays on one device or one mesh, its axes automatic or explicit.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: As `state_shardings`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> init(optax.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)})[0].trace
+        {'w': Array([0., 0.], dtype=float32)}
+    """
+    where = state_shardings(tx, params)
+
+    def place(x: Any, sharding: Any) -> Any:
+        # On explicit axes the sharding is a part of the type, which `out_shardings` may not change.
+        mesh = getattr(sharding, "mesh", None)
+        explicit = mesh is not None and all(kind == AxisType.Explicit for kind in mesh.axis_types)
+        return jax.sharding.reshard(x, sharding) if explicit else x
+
+    return jax.jit(lambda params: jax.tree.map(place, tx.init(params), where), out_shardings=where)(params)
 
 
 def _replicated(where: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,15 +11,15 @@ import jax.numpy as jnp
 
 from styrax.core.config import Positive
 from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, ByPath, Common, Now, Schedule, debias
+from styrax.optim.factor import eigh, orthogonal
 from styrax.optim.guard import FusedTransformation
-from styrax.optim.matrices import matrixwise, on_stacks, side_slots
+from styrax.optim.matrices import EXACT, gram_products, matrixwise, moments, on_stacks, side_slots
 from styrax.optim.specs import ParamSpec
+from styrax.optim.spreading import spread
+from styrax.optim.together import Together
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-EXACT = jax.lax.Precision.HIGHEST
-"""Of the products that make statistics and bases: a basis from coarse products is not orthogonal."""
 
 
 class SoapState(NamedTuple):
@@ -47,6 +48,8 @@ class SoapState(NamedTuple):
     left_basis: Any
     right_basis: Any
     adam: Any
+
+    stacked_fields = ("left", "right", "left_basis", "right_basis")
 
 
 def soap(
@@ -83,6 +86,11 @@ def soap(
     side with more than `max_precond_dim` rows is not rotated. Embeddings, heads, vectors and scalars are updated by
     `adamw`, from the first call on, with the same schedule, decays and multipliers. A matrix whose axes nobody gave is
     refused by name. Matrices of equal shape are one batch.
+
+    On several devices each takes whole matrices of a batch (see `styrax.optim.spreading.spread`): the gradient and both
+    moments there, the step and the second moment back move by an all-to-all each, and so do the sides unless their
+    copies lie on the devices already, as `styrax.optim.sharding.init` lays those of stacked layers whose number the
+    devices divide.
 
     `update` takes `learning_rate` and `verdict` as `adamw` does; with `learning_rate`, AdamW's own rate changes in
     proportion.
@@ -135,42 +143,41 @@ def soap(
     )
 
     def begin(leaves: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        mu, nu = ({path: jnp.zeros_like(w, jnp.float32) for path, w in leaves.items()} for _ in range(2))
-        return mu, nu, *side_slots(specs, leaves, max_precond_dim)
+        return *moments(leaves, 2), *side_slots(specs, leaves, max_precond_dim)
 
-    def one(now: Now, *arrays: Array) -> tuple[Array, ...]:
-        return _matrix_step(now, arrays, b1, b2, beta, eps, frequency, max_precond_dim)
+    def one(now: Now, g: Array, mu: Array, nu: Array, *sides: Array) -> tuple[Array, ...]:
+        mu = now.keep(jnp.where(now.count > 0, b1 * mu + (1.0 - b1) * g, mu), mu)
 
-    def step(now: Now, grads: dict[str, Any], slots: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...], Any]:
-        return *on_stacks(specs, one, now, grads, slots, whole=2), now.count > 0
+        def rotated(g: Array, mu: Array, nu: Array, *sides: Array) -> tuple[Array, ...]:
+            return _rotated_step(now, (g, mu, nu, *sides), b1, b2, beta, eps, frequency, max_precond_dim)
+
+        direction, after, *new = spread(rotated, home=len(sides))(g, mu, nu, *sides)
+        return direction, mu, now.keep(jnp.where(now.count > 0, after, nu), nu), *new
+
+    def step(now: Now, same: Together, grads: dict[str, Any], slots: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *on_stacks(same.specs, functools.partial(one, now), grads, slots, whole=2), now.count > 0
 
     return matrixwise(common, SoapState, specs, dict(adam or {}), begin, step)
 
 
-def _matrix_step(
+def _rotated_step(
     now: Now, arrays: tuple[Array, ...], b1: float, b2: float, beta: float, eps: float, frequency: int, limit: int
 ) -> tuple[Array, ...]:
+    # `mu` is new, all the others are old. What becomes of `nu` in the first or a skipped call is thrown away.
     g, mu, nu, *rest = arrays
     # The statistics of the sides that are rotated come first, then their bases.
     axes = [axis for axis in (1, 2) if g.shape[axis] <= limit]
     grams, bases = rest[: len(axes)], rest[len(axes) :]
-    live = now.count > 0
-
-    def moment(new: Array, old: Array) -> Array:
-        return now.keep(jnp.where(live, new, old), old)
-
-    mu = moment(b1 * mu + (1.0 - b1) * g, mu)
-    nu = moment(b2 * nu + (1.0 - b2) * jnp.square(_rotate(g, axes, bases)), nu)
+    nu = b2 * nu + (1.0 - b2) * jnp.square(_rotate(g, axes, bases))
     t = jnp.maximum(now.count, 1).astype(jnp.float32)
     a = debias(b1, t) / jnp.sqrt(debias(b2, t))
     direction = a * _rotate(_rotate(mu, axes, bases) / (jnp.sqrt(nu) + eps), axes, bases, back=True)
-    products = [jnp.einsum("nij,nkj->nik" if axis == 1 else "nji,njk->nik", g, g, precision=EXACT) for axis in axes]
-    grams = [now.keep(beta * old + (1.0 - beta) * new, old) for old, new in zip(grams, products)]
+    grams = [now.keep(beta * old + (1.0 - beta) * new, old) for old, new in zip(grams, gram_products(g, axes))]
 
     turn = jnp.where(now.count == 0, 1, jnp.where(now.count % frequency == 0, 2, 0))
     branches = (lambda state: state, _first, lambda state: _next(state, axes))
     nu, _, bases = jax.lax.switch(now.keep(turn, jnp.zeros_like(turn)), branches, (nu, grams, bases))
-    return (direction, mu, nu, *grams, *bases)
+    return (direction, nu, *grams, *bases)
 
 
 def _rotate(x: Array, axes: list[int], bases: list[Array], *, back: bool = False) -> Array:
@@ -184,7 +191,7 @@ def _rotate(x: Array, axes: list[int], bases: list[Array], *, back: bool = False
 
 def _first(state: tuple[Array, list[Array], list[Array]]) -> tuple[Array, list[Array], list[Array]]:
     nu, grams, _ = state
-    return nu, grams, [jnp.flip(jnp.linalg.eigh(gram)[1], axis=2) for gram in grams]
+    return nu, grams, [jnp.flip(eigh(gram)[1], axis=2) for gram in grams]
 
 
 def _next(state: tuple[Array, list[Array], list[Array]], axes: list[int]) -> tuple[Array, list[Array], list[Array]]:
@@ -194,5 +201,5 @@ def _next(state: tuple[Array, list[Array], list[Array]], axes: list[int]) -> tup
         product = jnp.matmul(gram, q, precision=EXACT)
         order = jnp.argsort(-jnp.sum(q * product, axis=1), axis=1)
         nu = jnp.take_along_axis(nu, order[:, :, None] if axis == 1 else order[:, None, :], axis=axis)
-        turned.append(jnp.linalg.qr(jnp.take_along_axis(product, order[:, None, :], axis=2))[0])
+        turned.append(orthogonal(jnp.take_along_axis(product, order[:, None, :], axis=2)))
     return nu, grams, turned

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from styrax.core import UserError, nearest
-from styrax.core.tree import flatten, match
+from styrax.core.tree import flatten, is_variable, match, path_str
 from styrax.optim.roles import DEFAULT_RULES, Role, is_stacked, roles, shape_of
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def specs(
     roles_by_path: Mapping[str, Role] | None = None,
     axes: Mapping[str, str] | None = None,
     heads: Mapping[str, int] | None = None,
+    logical: Mapping[str | tuple[str | None, ...], str] | None = None,
     defaults: Mapping[str, Role] = DEFAULT_RULES,
     stacked: Collection[str] = ("layers",),
 ) -> dict[str, ParamSpec]:
@@ -114,6 +115,10 @@ def specs(
         roles_by_path: Path pattern -> role, as the `rules` of `roles`.
         axes: Path pattern -> letters, such as `{"**/conv/kernel": "iiio"}`; the first that fits counts.
         heads: Path pattern -> number of heads, such as `{"**/q/kernel": 12}`.
+        logical: For `flax.nnx` variables with names of axes in their metadata (`nnx.with_partitioning`), where no rule
+            of `axes` fits: name -> letter, such as `{"layers": "s", "embed": "i", "mlp": "o"}`; or the names of all
+            axes -> letters, which count first, such as `{("mlp", "embed"): "io"}`. A parameter with a name that has
+            no letter is left to its shape; inputs of vectors count as outputs.
         defaults: As for `roles`.
         stacked: As for `roles`.
 
@@ -121,8 +126,8 @@ def specs(
         Path -> description.
 
     Raises:
-        UserError: A rule fits nothing, letters that are none or are not as many as the axes, heads that do not divide
-            the outputs; all in one message.
+        UserError: A rule fits nothing, a name in `logical` that no parameter has, letters that are none or are not as
+            many as the axes, heads that do not divide the outputs; all in one message.
 
     Example:
         >>> import numpy as np
@@ -140,10 +145,15 @@ def specs(
         for pattern in rules
         if not any(match(pattern, path) for path in leaves)
     ]
+    names = axis_names(params) if logical else {}
+    seen = {*names.values(), *(name for axes_of_one in names.values() for name in axes_of_one)}
+    problems += [f"logical axes {key!r}: no parameter has them" for key in logical or () if key not in seen]
     found = {}
     for path, shape in leaves.items():
         letters = next((letters for pattern, letters in axes.items() if match(pattern, path)), None)
         number = next((number for pattern, number in heads.items() if match(pattern, path)), 1)
+        if letters is None and path in names:
+            letters = _named_axes(found_roles[path], names[path], logical or {})
         if letters is None:
             letters = _default_axes(found_roles[path], len(shape), is_stacked(path, stacked))
         elif set(letters) - set(KINDS) or len(letters) != len(shape):
@@ -155,6 +165,28 @@ def specs(
             problems.append(f"heads {number} of {path!r}: expected a divisor of its outputs, shape {shape}")
     if problems:
         raise UserError("\n  ".join(["parameter axes:", *problems]))
+    return found
+
+
+def axis_names(params: Any) -> dict[str, tuple[Any, ...]]:
+    """Read the names of axes in the metadata of `flax.nnx` variables.
+
+    Args:
+        params: A state or a tree of variables; other leaves have no names.
+
+    Returns:
+        Path -> a name or `None` for each axis, for those that have any.
+    """
+    import jax
+
+    found = {}
+    for keys, node in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]:
+        metadata = node.get_metadata() if is_variable(node) else {}
+        # The first since flax 0.12, the others before it.
+        kinds = ("out_sharding", "sharding_names", "sharding")
+        named = next((metadata[kind] for kind in kinds if isinstance(metadata.get(kind), tuple)), None)
+        if named:
+            found[path_str(keys)] = tuple(named)
     return found
 
 
@@ -174,6 +206,15 @@ def need_axes(found: Mapping[str, ParamSpec], paths: Collection[str], what: str)
         kinds = ", ".join(f"{letter} for {kind}" for letter, kind in KINDS.items())
         raise UserError(f"{what} must know which axes are inputs and which outputs; give a letter each ({kinds}):\n"
                         + "\n".join(lines))  # fmt: skip
+
+
+def _named_axes(role: Role, names: tuple[Any, ...], logical: Mapping[Any, str]) -> str | None:
+    letters = logical.get(names)
+    if letters is None:
+        if any(name not in logical for name in names):
+            return None
+        letters = "".join(logical[name] for name in names)
+    return letters.replace("i", "o") if role in ("vector", "scalar") else letters
 
 
 def _default_axes(role: Role, ndim: int, stacked: bool) -> str | None:

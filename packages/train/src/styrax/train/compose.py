@@ -17,6 +17,8 @@ class Parts(NamedTuple):
         make_model: ``nnx.Rngs -> nnx.Module``.
         tx: The optax transformation.
         metrics: Reads scalars from the optimizer's state.
+        eval_params: Gives the weights to evaluate from the optimizer's state and the parameters; None if the
+            optimizer's recipe does not say.
         dataset: Batches by step, tokenizer, held-out text.
         mesh: Device mesh, or None for one device.
         logical_axes: Path pattern of a parameter to its logical axes.
@@ -25,6 +27,7 @@ class Parts(NamedTuple):
     make_model: Callable[[Any], Any]
     tx: Any
     metrics: Callable[[Any], Any]
+    eval_params: Callable[[Any, Any], Any] | None
     dataset: Any
     mesh: Any
     logical_axes: Any
@@ -74,16 +77,21 @@ def compose(resolved: Resolved, dataset: Any) -> Parts:
     sections = resolved.sections
     model = make_model(resolved, dataset.vocab_size)
     abstract = split_model(nnx.eval_shape(lambda: model(nnx.Rngs(0))))[1]
-    tx = sections["optim"].build(abstract, steps=sections["train"].steps)
-    return Parts(model, tx, sections["optim"].metrics, dataset, make_mesh(resolved), sections["model"].logical_axes())
+    optim = sections["optim"]
+    tx = optim.build(abstract, steps=sections["train"].steps)
+    derive = getattr(optim, "eval_params", None)
+    return Parts(model, tx, optim.metrics, derive, dataset, make_mesh(resolved), sections["model"].logical_axes())
 
 
 def load_model(resolved: Resolved, checkpoints: Path, vocab_size: int) -> tuple[Any, int]:
-    """The model of a run's newest checkpoint, parameters only.
+    """The model of a run's newest checkpoint, with the weights to evaluate.
+
+    The optimizer's state is read only where they are derived from it.
 
     Returns:
         ``(module, step)``.
     """
+    import jax
     from flax import nnx
 
     from styrax.core import UserError
@@ -99,8 +107,14 @@ def load_model(resolved: Resolved, checkpoints: Path, vocab_size: int) -> tuple[
                 f"{checkpoints.parent} holds no complete checkpoint yet; let the run reach its first save "
                 "(checkpoint.every), or resume it with styrax train"
             )
-        items = checkpointer.restore(step, {"params": params, "variables": variables})
-    return nnx.merge(graphdef, items["params"], items["variables"]), step
+        like = {"params": params, "variables": variables}
+        optim = resolved.sections["optim"]
+        if derived := getattr(optim, "derives_weights", False):
+            tx = optim.build(params, steps=resolved.sections["train"].steps)
+            like["opt_state"] = jax.eval_shape(tx.init, params)
+        items = checkpointer.restore(step, like)
+    weights = optim.eval_params(items["opt_state"], items["params"]) if derived else items["params"]
+    return nnx.merge(graphdef, weights, items["variables"]), step
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:

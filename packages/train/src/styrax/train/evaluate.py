@@ -33,12 +33,15 @@ class HeldOut(NamedTuple):
     bits_per_byte: float | None
 
 
-def evaluator(graphdef: Any, loss: Loss) -> Callable[..., HeldOut]:
+def evaluator(
+    graphdef: Any, loss: Loss, eval_params: Callable[[Any, Any], Any] | None = None
+) -> Callable[..., HeldOut]:
     """Compile a held-out evaluation of the loss's first term, with dropout off.
 
     Args:
         graphdef: From :func:`styrax.train.init_state`.
         loss: The training loss; it is called with ``rngs=None``.
+        eval_params: ``eval_params(opt_state, params)``, the weights to evaluate; None evaluates those that are trained.
 
     Returns:
         ``evaluate(state, batches, token_bytes=None) -> HeldOut``. ``token_bytes`` is int ``[vocab]``, the bytes of
@@ -57,14 +60,17 @@ def evaluator(graphdef: Any, loss: Loss) -> Callable[..., HeldOut]:
         first = next(iter(out.values()))
         return first.total, first.weight
 
+    derive = None if eval_params is None else jax.jit(eval_params)
+
     def evaluate(
         state: TrainState,
         batches: Iterable[Mapping[str, Any]],
         token_bytes: Int[np.ndarray, " vocab"] | None = None,
     ) -> HeldOut:
         results, size = [], 0
+        params = state.params if derive is None else derive(state.opt_state, state.params)
         for batch in batches:
-            results.append(sums(state.params, state.variables, check_arrays(batch)))
+            results.append(sums(params, state.variables, check_arrays(batch)))
             if token_bytes is not None:
                 size += batch_bytes(batch, token_bytes)
         totals = np.asarray(jax.device_get(results), np.float64).reshape(-1, 2).sum(axis=0)

@@ -46,6 +46,7 @@ class FitResult:
         metrics: The last step's metrics; empty where no step was done.
         held_out: The last evaluation, or None.
         interrupted: Name of the signal that stopped the run, or None.
+        eval_params: As given to :func:`fit`.
     """
 
     state: TrainState
@@ -54,11 +55,15 @@ class FitResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     held_out: HeldOut | None = None
     interrupted: str | None = None
+    eval_params: Callable[[Any, Any], Any] | None = None
 
     @property
     def model(self) -> nnx.Module:
-        """The trained module."""
-        return nnx.merge(self.graphdef, self.state.params, self.state.variables)
+        """The trained module, with the weights to evaluate."""
+        params = self.state.params
+        if self.eval_params is not None:
+            params = self.eval_params(self.state.opt_state, params)
+        return nnx.merge(self.graphdef, params, self.state.variables)
 
 
 def fit(
@@ -71,6 +76,7 @@ def fit(
     seed: int = 0,
     accumulate: int = 1,
     metrics: Metrics | None = None,
+    eval_params: Callable[[Any, Any], Any] | None = None,
     mesh: jax.sharding.Mesh | None = None,
     logical_axes: Mapping[str, tuple[str | None, ...]] | None = None,
     rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES,
@@ -97,6 +103,8 @@ def fit(
         seed: Root of initialisation and of every random stream.
         accumulate: Micro-batches a step.
         metrics: ``metrics(opt_state)``, scalars of the optimizer to log.
+        eval_params: ``eval_params(opt_state, params)``, the weights to evaluate where they are not those that are
+            trained: an average, or those of schedule-free training.
         mesh: Device mesh; None trains on the default device.
         logical_axes: Parameter path pattern to logical axes; None replicates the parameters.
         rules: Logical axes to mesh axes.
@@ -148,7 +156,7 @@ def fit(
 
         stream = iter(data)
         place = _placer(mesh, rules)
-        evaluate = evaluator(graphdef, loss) if held_out else None
+        evaluate = evaluator(graphdef, loss, eval_params) if held_out else None
         ledger = Ledger(tracker, hooks, log_every, steps, saved=latest)
         result, step = None, start
         step_fn = CompiledStep(
@@ -193,7 +201,7 @@ def fit(
         _tell(hooks, "on_end", step)
         return FitResult(
             state=state, graphdef=graphdef, step=step, metrics=ledger.last, held_out=result,
-            interrupted=interrupts.received if step < steps else None,
+            interrupted=interrupts.received if step < steps else None, eval_params=eval_params,
         )  # fmt: skip
 
 

@@ -119,6 +119,7 @@ def train(
                     seed=config.seed,
                     accumulate=config.accumulate,
                     metrics=parts.metrics,
+                    eval_params=parts.eval_params,
                     mesh=parts.mesh,
                     logical_axes=parts.logical_axes,
                     checkpointer=checkpointer,

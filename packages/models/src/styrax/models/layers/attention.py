@@ -78,8 +78,9 @@ def attend(
     mask: Mask,
     *,
     causal: bool = False,
+    scale: float | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    r"""$\mathrm{softmax}(q k^\top / \sqrt{d})\, v$ over the allowed keys, the softmax in float32.
+    r"""$\mathrm{softmax}(c\, q k^\top)\, v$ over the allowed keys, the softmax in float32.
 
     Query head $h$ uses key and value head $\lfloor h K / H \rfloor$. Keys and values are head-major, as a
     cache keeps them. A padding query gives 0; a key that is not to be read may hold NaN.
@@ -95,6 +96,7 @@ def attend(
         value: $v$.
         mask: The allowed pairs.
         causal: Promises that query $t$ is allowed keys up to the $t$-th only.
+        scale: $c$; `None` means $1 / \sqrt{d}$ for heads of width $d$.
 
     Returns:
         In the dtype of `value`.
@@ -109,13 +111,14 @@ def attend(
     if mask.keys is not None:
         readable = mask.keys[:, None, :, None]
         key, value = jnp.where(readable, key, 0), jnp.where(readable, value, 0)
+    factor = dim**-0.5 if scale is None else scale
     size = max(_SMALLEST_BLOCK, -(-seq // _MOST_BLOCKS)) if causal and on_cpu() else seq
     parts = []
     for start in range(0, seq, size):
         stop = min(start + size, seq)
         keys = slice(stop if causal else None)
         allowed = mask.allowed[:, start:stop, keys]
-        parts.append(_attend(query[:, start:stop], key[:, :, keys], value[:, :, keys], allowed))
+        parts.append(_attend(query[:, start:stop], key[:, :, keys], value[:, :, keys], allowed, factor))
     out = jnp.concatenate(parts, axis=1).reshape(batch, seq, heads, dim)
     return out if mask.queries is None else jnp.where(mask.queries[:, :, None, None], out, 0)
 
@@ -125,11 +128,12 @@ def _attend(
     key: Float[Array, "batch kv_heads keys head_dim"],
     value: Float[Array, "batch kv_heads keys head_dim"],
     allowed: Bool[Array, "batch seq keys"],
+    scale: float,
 ) -> Float[Array, "batch seq kv_heads group head_dim"]:
     # Float32 sums of bfloat16 products; without the preset, the backward products would be float32 ones.
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if query.dtype == jnp.bfloat16 else None
     scores = jnp.einsum("btkgd,bksd->bkgts", query, key, precision=precision, preferred_element_type="float32")
-    scaled = scores * query.shape[-1] ** -0.5
+    scaled = scores * scale
     scaled = jnp.where(allowed[:, None, None], scaled, jnp.finfo("float32").min)
     weights = jax.nn.softmax(scaled, axis=-1).astype(value.dtype)
     return jnp.einsum("bkgts,bksd->btkgd", weights, value)
@@ -152,6 +156,7 @@ class Attention(nnx.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
+        scale: float | None = None,
         std: float,
         residual_std: float,
         policy: Policy,
@@ -163,6 +168,7 @@ class Attention(nnx.Module):
         self.v = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=v)
         self.o = Linear(heads * head_dim, dim, std=residual_std, policy=policy, key=o)
         self.head_dim = head_dim
+        self.scale = scale
 
     def __call__(
         self, x: Float[Array, "... dim"], scope: Scope, layer: int | Int[Array, ""], cache: KVCache | None
@@ -189,5 +195,5 @@ class Attention(nnx.Module):
         else:
             cache = cache.write(layer, scope.slots, key, value)
             keys, values = cache.keys[layer], cache.values[layer]
-        out = attend(query, keys, values, scope.mask, causal=cache is None)
+        out = attend(query, keys, values, scope.mask, causal=cache is None, scale=self.scale)
         return self.o(fence(out.reshape(*x.shape[:-1], -1))), cache

@@ -1,0 +1,54 @@
+"""An array whose sharding is its own: what the compiler learns on one side it does not carry to the other."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
+
+
+def barrier(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
+    """Give an array as it is, through which the compiler carries no sharding, neither forward nor backward.
+
+    The compiler gives what an array is made from, and what is made from it, the sharding that it is told for the array.
+    So of `y = 2 * (a + b)`, told that `y` is to lie in another way than `a` and `b`, it might move both of them. With
+    `y = 2 * barrier(a + b)` it moves one array, at the barrier, and none if both sides agree. Nothing else happens.
+
+    Without Shardy, JAX's partitioner since 0.7, an axis that is cut and put together does the same, but for arrays that
+    are split along it already.
+
+    Example:
+        >>> barrier(jnp.arange(2)).tolist()
+        [0, 1]
+    """
+    if getattr(jax.config, "jax_use_shardy_partitioner", True):
+        return _primitive().bind(x)
+    return jnp.concatenate([x[:1], x[1:]]) if x.shape[0] > 1 else x
+
+
+@functools.cache
+def _primitive() -> Any:
+    # JAX has no function for Shardy's operation.
+    from jax.extend.core import Primitive
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import sdy
+    from jax.interpreters import ad, batching, mlir
+
+    primitive = Primitive("sharding_barrier")
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+
+    def lower(context: Any, x: Any) -> list[Any]:
+        del context
+        neither = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 0)
+        return [sdy.PropagationBarrierOp(x, neither).result]
+
+    mlir.register_lowering(primitive, lower)
+    batching.defvectorized(primitive)
+    ad.deflinear2(primitive, lambda cotangent, x: [primitive.bind(cotangent)])
+    return primitive
