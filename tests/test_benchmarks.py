@@ -18,3 +18,14 @@ def test_train_overhead_runs():
     assert done.returncode == 0, done.stderr
     assert "ours / by hand" in done.stdout
     assert "host time a step" in done.stdout
+
+
+@pytest.mark.slow
+def test_optim_update_runs():
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "optim_update.py", "--size", "2e4", "--rounds", "2"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for part in ("adamw / optax.adamw: ", "adam_mini: ", "stochastic", "soap, lines of the program: "):
+        assert part in done.stdout

@@ -7,7 +7,7 @@ import pytest
 from support import lines
 
 KINDS = {
-    "average": {"optim__average": "{decay = 1.0, start = 2}"},
+    "average": {"optim__extras": "{average = {decay = 1.0, start = 2}}"},
     "schedule_free": {"optim__kind": '"schedule_free"'},
     "muon": {"optim__kind": '"muon"', "optim__groups": '{norms = {paths = ["**/scale"], optimizer = {kind = "lion"}}}'},
 }
@@ -26,7 +26,7 @@ def test_a_run_with_another_optimizer(styrax, name):
 
     # What is evaluated and sampled from are the weights of `eval_params`.
     from styrax.core.config import find_schema, read_config
-    from styrax.train.compose import compose, load_model, make_dataset
+    from styrax.train.compose import load_model, make_dataset
     from styrax.train.evaluate import evaluator
     from styrax.train.loss import next_token_loss
     from styrax.train.step import TrainState, split_model
@@ -42,7 +42,7 @@ def test_a_run_with_another_optimizer(styrax, name):
     recipe = resolved.sections["optim"]
     assert recipe.derives_weights == (name != "muon")
     if name == "muon":
-        tx = compose(resolved, data).tx
+        tx = recipe.build(params, steps=8)
         assert set(tx.init(params).inner.inner) == {"norms", "rest"}
     assert styrax("generate", whole, "--prompt", "a", "--max-tokens", 3).stdout
 
@@ -60,3 +60,38 @@ def test_the_optim_command(styrax):
     assert slots["inner/mu"]["bytes"] == weighed["parameters"]
     assert slots["inner/mu"]["device_bytes"] <= weighed["parameters"] / 8 * 1.01
     assert "did you mean 'muon'" in styrax.fails("optim", "show", "optim.kind=muo", code=2)
+
+
+@pytest.mark.slow
+def test_every_state_through_a_checkpoint(tmp_path):
+    """Each optimizer's state, saved and restored into what `eval_shape(init)` says, bit for bit."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "packages" / "optim" / "tests"))
+    import jax
+    import jax.numpy as jnp
+    from contract import CASES
+
+    from styrax.checkpoint import CheckpointConfig
+
+    rng = np.random.default_rng(0)
+    shapes = {"embed": {"embedding": (16, 8)}, "head": {"kernel": (8, 16), "bias": (16,)}}
+    shapes["layers"] = {"mlp": {"kernel": (2, 8, 8)}, "norm": {"scale": (2, 8)}}
+    params = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(size=s), jnp.bfloat16), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    with CheckpointConfig().build(tmp_path / "checkpoints") as store:
+        saved = {}
+        for step, (name, make) in enumerate(CASES.items()):
+            like = jax.eval_shape(make(params).init, params)
+            # Any bits will do: what matters are the structure, the shapes and the dtypes.
+            state = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype), like)
+            store.save(step, {"opt_state": state})
+            store.wait()
+            saved[name] = (state, store.restore(step, {"opt_state": like})["opt_state"])
+    for name, (state, again) in saved.items():
+        assert jax.tree.structure(state) == jax.tree.structure(again), name
+        for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+            assert one.dtype == other.dtype, name
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name

@@ -98,7 +98,7 @@ def train(step: Any, tx: Any, total: Any, start: Any, data: Any, held: Sequence[
         params, state = step(params, state, data.batch(number), jnp.float32(rate))
         if (number + 1) % EVERY == 0:
             weights = eval_params(state, params)
-            sums = np.sum([jax.device_get(total(weights, batch)) for batch in held], axis=0, dtype=np.float64)
+            sums = np.array([jax.device_get(total(weights, batch)) for batch in held], np.float64).sum(axis=0)
             curve.append((number + 1, float(sums[0] / sums[1])))
             if not np.isfinite(curve[-1][1]):
                 break

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,14 @@ def worker_module():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory):
+    """Files that other libraries wrote, see `tools/golden/checkpoint_formats.py`."""
+    folder = tmp_path_factory.mktemp("golden")
+    shutil.unpack_archive(Path(__file__).with_name("golden") / "formats.zip", folder)
+    return folder
 
 
 class Worker:

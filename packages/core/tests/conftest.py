@@ -59,6 +59,7 @@ class Sgd:
         clip: Largest norm, "none" for no limit.
         groups: Multipliers by role.
         stages: Schedules one after another.
+        named: Schedules by name.
     """
 
     rate: PositiveFloat = 0.1
@@ -67,6 +68,7 @@ class Sgd:
     clip: PositiveFloat | None = 1.0
     groups: dict[str, float] = field(default_factory=dict)
     stages: tuple[Cosine | WSD, ...] = ()
+    named: dict[str, Cosine | WSD] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = [f"betas[{i}] = {b} is not below 1" for i, b in enumerate(self.betas) if b >= 1]

@@ -238,6 +238,17 @@ def test_explain(fake, capsys):
     _, out, _ = run(capsys, *explain, "optim.schedule", "optim.schedule.kind=wsd", "--json")
     paths = [key["path"].rpartition(".")[2] for key in json.loads(out)["keys"]]
     assert sorted(paths) == ["decay", "final", "kind", "warmup"]
+    _, out, _ = run(capsys, *explain, "optim.named", "--json")  # whatever the names will be
+    assert [key["path"] for key in json.loads(out)["keys"]][-2:] == [
+        "optim.named.NAME.warmup",
+        "optim.named.NAME.final",
+    ]
+    _, out, _ = run(capsys, *explain, "optim.named.a.decay", "optim.named={a={kind='wsd', decay=0.5}}", "--json")
+    assert json.loads(out)["value"] == 0.5
+    _, out, _ = run(capsys, *explain, "optim.named.a.decay", "--json")
+    assert json.loads(out)["default"] == 0.2
+    code, _, err = run(capsys, *explain, "optim.named.a.decai")
+    assert (code, err) == (2, "error: optim.named.a.decai: unknown key; known: kind, warmup, final\n")
     assert "default" not in json.loads(
         run(capsys, *explain, "extra.size", "extra.size=1", "extra.kind=needy", "--json")[1]
     )

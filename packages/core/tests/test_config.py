@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from styrax.core import UsageError
 from styrax.core.config import NonNegativeFloat, Positive, PositiveFloat, Resolved, Schema, Seed, build, check, parse
 from styrax.core.config import toml as toml_module
+from styrax.core.config.convert import changed
 from styrax.core.config.toml import Bare, dumps, override
 from styrax.core.config.types import words
 
@@ -137,6 +138,20 @@ def test_a_nested_table_changes_only_what_it_names(fake):
     assert line == 'optim.stages[0].kind: missing, expected "cosine" or "wsd"'
 
 
+def test_a_table_of_tables_by_name_shows_what_differs(fake):
+    resolved = fake.SCHEMA.resolve({}, ["optim.named={a={kind='wsd', decay=0.5}, b={kind='cosine'}}"])
+    assert resolved["optim"].named == {"a": fake.WSD(decay=0.5), "b": fake.Cosine()}
+    assert changed(resolved["optim"]) == {"named": {"a": {"kind": "wsd", "decay": 0.5}, "b": {"kind": "cosine"}}}
+    (line,) = errors(fake.SCHEMA.resolve, {}, ["optim.named={a={kind='wsd', decai=0.5}}"])
+    assert line == "optim.named.a.decai: unknown key (did you mean 'decay'?)"
+
+
+def test_what_is_told_with_the_rest(fake):
+    with pytest.raises(UsageError) as caught:
+        check(fake.WSD(), "one thing", "another")
+    assert str(caught.value) == "one thing\nanother"
+
+
 def configs(fake) -> st.SearchStrategy:
     """Any configuration of the fake schema."""
     fraction = st.floats(0, 1)
@@ -153,6 +168,7 @@ def configs(fake) -> st.SearchStrategy:
         clip=st.none() | st.floats(1, 2),
         groups=st.dictionaries(text, st.floats(allow_nan=False, allow_infinity=False)),
         stages=st.lists(schedule, max_size=2).map(tuple),
+        named=st.dictionaries(text, schedule, max_size=2),
     )
     run = st.builds(
         fake.Run,

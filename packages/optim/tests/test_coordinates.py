@@ -241,7 +241,7 @@ def decoder_slopes(transfer, capsys, *sizes):
 def test_decoder_over_the_width(transfer, capsys, tmp_path, monkeypatch):
     pytest.importorskip("styrax.models")
     monkeypatch.chdir(tmp_path)
-    found = decoder_slopes(transfer, capsys, "--widths", "64,128,256,512")
+    found = decoder_slopes(transfer, capsys, "--widths", "64,128,256")
     first = found.pop("embedding")
     if transfer == "none":
         assert min(found.values()) > 0.3, found
@@ -254,12 +254,13 @@ def test_decoder_over_the_width(transfer, capsys, tmp_path, monkeypatch):
 def test_decoder_over_the_depth(capsys, tmp_path, monkeypatch):
     pytest.importorskip("styrax.models")
     monkeypatch.chdir(tmp_path)
-    found = decoder_slopes("completep", capsys, "--depths", "2,4,8,16")
+    found = decoder_slopes("completep", capsys, "--depths", "2,4,8")
     half = found.pop("half the blocks")
     assert all(abs(slope) < 0.15 for slope in found.values()), found
-    assert abs(half) < 0.25  # with two blocks, half of them is not yet half of the way
-    found = decoder_slopes("mup", capsys, "--depths", "2,4,8,16")
-    assert min(found["half the blocks"], found["all blocks"]) > 0.3, found
+    without = decoder_slopes("mup", capsys, "--depths", "2,4,8")
+    assert min(without["half the blocks"], without["all blocks"]) > 0.3, without
+    # One of two blocks is not half of the way yet, so this one rises a little, and far less than without.
+    assert half < without["half the blocks"] / 2
 
 
 @pytest.mark.slow

@@ -394,3 +394,13 @@ def test_average_and_schedule_free_can_be_donated(small, gradients):
         for init in (tx.init, jax.jit(tx.init)):
             params = jax.tree.map(jnp.copy, small())
             step(gradients(params, 0), init(params), params)
+
+
+def test_the_average_is_of_what_apply_updates_leaves():
+    """Compiled, XLA would drop the rounding to 16 bits and back; the first average is the weights to the bit."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        params = {"w": jnp.linspace(0.1, 1.0, 64, dtype=dtype)}
+        tx = averaged(optax.sgd(1e-3))
+        updates, state = jax.jit(tx.update)({"w": jnp.linspace(1.0, 2.0, 64)}, tx.init(params), params)
+        weights = optax.apply_updates(params, updates)["w"]
+        np.testing.assert_array_equal(state.average["w"], weights.astype(jnp.float32))

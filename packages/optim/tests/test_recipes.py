@@ -11,7 +11,7 @@ import pytest
 from styrax.core import UserError
 from styrax.core.config import build
 from styrax.core.testing import check_optimizer
-from styrax.optim import WSD, AdamW, Cosine, guard, metrics
+from styrax.optim import WSD, AdamW, Cosine, Parameters, guard, metrics
 
 
 def test_import_is_cheap():
@@ -96,7 +96,7 @@ def test_multipliers(gradients):
     params = {"embed": jnp.ones((3, 2)), "w": jnp.ones((3, 2)), "bias": jnp.ones(2)}
     grads = gradients(params, 0)
     base = AdamW(weight_decay=0.0)
-    twice = dataclasses.replace(base, lr_multipliers={"embed": 2.0, "vector": 0.0})
+    twice = dataclasses.replace(base, parameters=Parameters(lr_multipliers={"embed": 2.0, "vector": 0.0}))
     a, b = (r.build(params, steps=5) for r in (base, twice))
     one, _ = a.update(grads, a.init(params), params)
     two, _ = b.update(grads, b.init(params), params)
@@ -146,9 +146,11 @@ def test_read_from_a_file_and_back():
         {
             "learning_rate": 1e-3,
             "clip_norm": "none",
-            "decay_roles": ["matrix"],
-            "roles": {"extra/**": "matrix"},
-            "lr_multipliers": {"embed": 0.5},
+            "parameters": {
+                "decay_roles": ["matrix"],
+                "roles": {"extra/**": "matrix"},
+                "lr_multipliers": {"embed": 0.5},
+            },
             "schedule": {"kind": "wsd", "decay": 0.4},
         },
     )
@@ -156,23 +158,24 @@ def test_read_from_a_file_and_back():
     assert recipe.schedule == WSD(decay=0.4)
     assert build(AdamW, dataclasses.asdict(recipe)) == recipe
     assert build(AdamW, dataclasses.asdict(AdamW())) == AdamW()
-    assert len(dataclasses.fields(AdamW)) <= 15
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"b2 must be below 1, got 1.0\n.*'embd' is no role .did you mean 'embed'"):
-        AdamW(b2=1.0, lr_multipliers={"embd": 1.0})
+    with pytest.raises(ValueError, match=r"b2 must be below 1, got 1.0"):
+        AdamW(b2=1.0)
+    with pytest.raises(UserError, match=r'roles.a: expected "matrix".*got "embd" .did you mean .embed.'):
+        Parameters(roles={"a": "embd"})  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError) as caught:
         AdamW(learning_rate=-1, eps=float("nan"), clip_norm="x", weight_decay=float("inf"))  # pyright: ignore[reportArgumentType]
     assert str(caught.value).splitlines() == [
         "learning_rate: expected number >= 0.0, got -1",
-        "eps: expected number > 0.0, got nan: numbers must be finite",
         "weight_decay: expected number >= 0.0, got inf: numbers must be finite",
         'clip_norm: expected number >= 0.0 or "none", got "x"',
+        "eps: expected number > 0.0, got nan: numbers must be finite",
     ]
     with pytest.raises(ValueError, match=r"steps=2\.5"):
         AdamW().build({"w": jnp.ones(1)}, steps=2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="fits no parameter"):
-        AdamW(roles={"nowhere": "matrix"}).build({"w": jnp.ones(1)}, steps=1)
+        AdamW(parameters=Parameters(roles={"nowhere": "matrix"})).build({"w": jnp.ones(1)}, steps=1)
     with pytest.raises(ValueError, match="steps=0"):
         AdamW().build({"w": jnp.ones(1)}, steps=0)

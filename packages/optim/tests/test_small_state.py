@@ -7,6 +7,7 @@ import optax
 import pytest
 from trajectories import GOLDEN, run
 
+from styrax.core.errors import UserError
 from styrax.core.testing import check_optimizer
 from styrax.core.tree import flatten
 from styrax.optim import adamw, guard
@@ -132,6 +133,27 @@ def test_quantised_to_the_nearest_of_the_table(shape, signed):
     assert (np.asarray(back == 0) <= (np.abs(x) < 1e-6 * np.abs(x).max() if signed else x == 0)).all()
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_quantised_as_by_a_search_at_and_beside_every_edge(signed):
+    table = dynamic_table(signed=signed)
+    edges = (table[1:] + table[:-1]) / 2
+    beside = [np.nextafter(edges, np.float32(to)) for to in (-2, 2)]
+    x = np.concatenate([edges, *beside, table, -table[:5], np.float32([-0.0, 1.0])])
+    x = x if signed else np.abs(x)
+    expected = np.searchsorted(edges, x)
+    expected = expected if signed else np.maximum(expected, x > 0)
+    np.testing.assert_array_equal(quantise(jnp.asarray(x), len(x), signed=signed)[0], expected)
+
+
+def test_eight_bit_begins_with_what_zeros_become():
+    params = {"w": jnp.ones((3, 70))}
+    state = jax.jit(eight_bit_adamw(1e-3, specs=MATRIX, block=32, min_size=0).init)(params)
+    for slot, signed in (("mu", True), ("nu", False)):
+        codes, scale = quantise(jnp.zeros((3, 70)), 32, signed=signed)
+        np.testing.assert_array_equal(getattr(state, slot)["w"], codes)
+        np.testing.assert_array_equal(getattr(state, f"{slot}_scale")["w"], scale)
+
+
 def test_eight_bit_saves_three_quarters_of_the_state_and_spares_the_rest():
     params = decoder()
     params.pop("embed")
@@ -141,6 +163,10 @@ def test_eight_bit_saves_three_quarters_of_the_state_and_spares_the_rest():
     mu = jax.eval_shape(eight_bit_adamw(1e-3, specs=decoder_specs(params)).init, params).mu
     wide = {path for path, x in flatten(mu).items() if x.dtype == jnp.float32}
     assert wide == {"embed/embedding", "layers/norm/scale"}
+    tx = eight_bit_adamw(1e-3, specs=decoder_specs(params), keep=())
+    assert state_bytes(tx, params) <= 0.27 * state_bytes(adamw(1e-3), params)
+    with pytest.raises(UserError, match=r"keep: 'embd' is no role.*'embed'"):
+        eight_bit_adamw(1e-3, specs=decoder_specs(params), keep=("embd",))
 
 
 def test_eight_bit_small_parameters_are_as_in_adamw(small, gradients):

@@ -20,8 +20,8 @@ from styrax.checkpoint.errors import CheckpointError
 from styrax.checkpoint.manifest import Item, Leaf, leaf_name
 from styrax.core import tree
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_ALIGN = 64
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+ALIGN = 64
 # What TensorStore is known to hold; rarer ones (float6, uint4 ...) go into our own file, whatever their size.
 _ORBAX_DTYPES = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|bfloat16|complex(64|128)|float8_(e4m3fn|e5m2)")
 
@@ -75,7 +75,7 @@ def take(items: Mapping[str, Any], *, pack_below: int) -> Snapshot:
     problems = [
         f"item {name!r}: a name is letters, digits, '_', '.', '-', and starts with none of '.-'"
         for name in items
-        if not (isinstance(name, str) and _NAME.fullmatch(name))
+        if not (isinstance(name, str) and NAME.fullmatch(name))
     ]
     snapshot, small, end = Snapshot(), [], 0
     for name, value in {} if problems else items.items():
@@ -98,7 +98,7 @@ def take(items: Mapping[str, Any], *, pack_below: int) -> Snapshot:
             record, data = _record(path, leaf, pack_below, end)
             if record.where == "packed":
                 small.append((record, data))
-                end += -(-record.nbytes // _ALIGN) * _ALIGN
+                end += -(-record.nbytes // ALIGN) * ALIGN
             elif record.where == "orbax":
                 snapshot.arrays.setdefault(name, {})[orbax_name(path)] = data
             records.append(record)
@@ -136,6 +136,16 @@ def orbax_name(path: str) -> str:
         'a%2Eb%2Fc'
     """
     return urllib.parse.quote(path, safe="", errors="surrogatepass").replace(".", "%2E") or "%"
+
+
+def for_orbax(dtype: np.dtype) -> bool:
+    """Tell whether Orbax is known to hold a dtype.
+
+    Example:
+        >>> for_orbax(np.dtype("float32")), for_orbax(np.dtype("complex256"))
+        (True, False)
+    """
+    return _dtype(dtype)[1]
 
 
 def inline(value: Any) -> Any:
@@ -189,9 +199,9 @@ def _record(path: str, leaf: Any, pack_below: int, end: int) -> tuple[Leaf, Any]
         kind, impl = "key", str(jax.random.key_impl(leaf))
         leaf = jax.random.key_data(leaf)
     remote = kind != "scalar" and not isinstance(leaf, np.ndarray) and _remote(leaf)
-    dtype, for_orbax = _dtype(np.dtype(leaf.dtype))
+    dtype, fits = _dtype(np.dtype(leaf.dtype))
     nbytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-    large = nbytes >= max(pack_below, 1) and for_orbax and kind != "scalar"
+    large = nbytes >= max(pack_below, 1) and fits and kind != "scalar"
     where = "orbax" if large or (remote and nbytes) else "packed"
     offset = end if where == "packed" else None
     record = Leaf(

@@ -323,7 +323,7 @@ class Store:
                 created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 items=taken.checksum(),
                 files=commit.seal(folder),
-                writer=_writer(),
+                writer=writer(),
             )
             commit.publish(folder, manifest)
         except Exception as error:
@@ -401,5 +401,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _writer() -> dict[str, Any]:
+def writer() -> dict[str, Any]:
+    """Say who writes, for a manifest: versions, host and process."""
     return {"versions": _versions(), "host": socket.gethostname(), "pid": os.getpid()}

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from styrax.core.tree import match
 from styrax.optim.elementwise import (
-    ABOVE_ZERO,
     BELOW_ONE,
     Common,
     Leaf,
@@ -54,7 +53,7 @@ def adam_mini(
     schedule: Callable[[Any], Any] | None = None,
     b1: float = 0.9,
     b2: float = 0.95,
-    eps: float = 1e-8,
+    eps: float | Mapping[str, float] = 1e-8,
     full: tuple[str, ...] = FULL,
     weight_decay: float | Mapping[str, float] = 0.1,
     lr_multipliers: float | Mapping[str, float] = 1.0,
@@ -85,7 +84,7 @@ def adam_mini(
         schedule: Multiple of the peak as a function of the updates applied so far; `None` is always 1.
         b1: Decay of the first moment, in [0, 1).
         b2: Decay of the second moment, in [0, 1).
-        eps: Added to the root of the second moment; above 0.
+        eps: Added to the root of the second moment, for every parameter, or one by path; above 0.
         full: Path patterns of vectors whose elements are blocks of their own.
         weight_decay: Decay `d` of every parameter, or one by path.
         lr_multipliers: Multiplier `k` of every parameter, or one by path.
@@ -107,8 +106,8 @@ def adam_mini(
         >>> state.nu["q"]["kernel"].shape, state.nu["up"]["kernel"].shape, state.nu["norm"]["scale"].shape
         ((1, 2), (1, 6), (1,))
     """
-    common = Common("adam_mini", learning_rate, schedule, weight_decay, lr_multipliers)
-    common.check(b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2), eps=(ABOVE_ZERO, eps))
+    common = Common("adam_mini", learning_rate, schedule, weight_decay, lr_multipliers, eps)
+    common.check(b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2))
 
     def along(path: str, ndim: int) -> tuple[int, ...]:
         spec = specs[path]
@@ -138,7 +137,7 @@ def adam_mini(
             g, (mu, nu) = leaf.g, leaf.slots
             mu = now.keep(b1 * mu + (1.0 - b1) * g, mu)
             nu = now.keep(as_it_lies(b2 * nu + (1.0 - b2) * means(leaf.path, g * g), nu), nu)
-            size = debias1 / (jnp.sqrt(debias2 * nu) + eps)
+            size = debias1 / (jnp.sqrt(debias2 * nu) + common.epsilon(leaf.path))
             if has_heads(leaf.path):
                 size = _to_outputs(specs[leaf.path], size, g.shape)
             return mu * size, (mu, nu)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
-from styrax.core.errors import nearest
-from styrax.core.tree import flatten
-from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, Common, Leaf, Now, Step, debias, elementwise
+from styrax.optim.elementwise import BELOW_ONE, Common, Leaf, Now, Step, debias, elementwise
 from styrax.optim.guard import FusedTransformation
 
 if TYPE_CHECKING:
@@ -86,9 +84,8 @@ def adamw(
         >>> [round(float(u), 4) for u in updates["w"]], float(state.learning_rate)
         ([-0.5, 0.5], 0.5)
     """
-    common = Common("adamw", learning_rate, schedule, weight_decay, lr_multipliers)
-    above_zero: Any = dict[str, ABOVE_ZERO] if isinstance(eps, Mapping) else ABOVE_ZERO
-    common.check(b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2), eps=(above_zero, eps))
+    common = Common("adamw", learning_rate, schedule, weight_decay, lr_multipliers, eps)
+    common.check(b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2))
 
     def rule(now: Now) -> Step:
         debias1, debias2 = debias(b1, now.t), debias(b2, now.t)
@@ -97,19 +94,8 @@ def adamw(
             g, (mu, nu) = leaf.g, leaf.slots
             mu = now.keep(b1 * mu + (1.0 - b1) * g, mu)
             nu = now.keep(b2 * nu + (1.0 - b2) * (g * g), nu)
-            added = eps[leaf.path] if isinstance(eps, Mapping) else eps
-            return debias1 * mu / (jnp.sqrt(debias2 * nu) + added), (mu, nu)
+            return debias1 * mu / (jnp.sqrt(debias2 * nu) + common.epsilon(leaf.path)), (mu, nu)
 
         return step
 
-    tx = elementwise(common, AdamWState, 2, rule)
-    if not isinstance(eps, Mapping):
-        return tx
-
-    def init(params: Any) -> Any:
-        lines = [f"  eps has nothing for {path!r}{nearest(path, eps)}" for path in flatten(params) if path not in eps]
-        if lines:
-            raise ValueError("\n".join(["adamw: the numbers by path do not fit the parameters:", *lines]))
-        return tx.init(params)
-
-    return tx._replace(init=init)
+    return elementwise(common, AdamWState, 2, rule)

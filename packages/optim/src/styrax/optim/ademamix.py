@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 
 from styrax.core.config import NonNegativeFloat, Positive
-from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, Common, Leaf, Now, Step, debias, elementwise
+from styrax.optim.elementwise import BELOW_ONE, Common, Leaf, Now, Step, debias, elementwise
 from styrax.optim.guard import FusedTransformation
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def ademamix(
     b3: float = 0.9999,
     alpha: float = 5.0,
     warmup: int | None = None,
-    eps: float = 1e-8,
+    eps: float | Mapping[str, float] = 1e-8,
     weight_decay: float | Mapping[str, float] = 0.1,
     lr_multipliers: float | Mapping[str, float] = 1.0,
 ) -> FusedTransformation:
@@ -72,7 +72,7 @@ def ademamix(
         alpha: Weight of the slow average, 0 or more.
         warmup: Updates until `alpha` and `b3` are reached; the authors take all of the run. `None` begins with them,
             which diverges easily at a large `alpha`.
-        eps: Added to the root of the second moment; above 0.
+        eps: Added to the root of the second moment, for every parameter, or one by path; above 0.
         weight_decay: Decay `d` of every parameter, or one by path.
         lr_multipliers: Multiplier `k` of every parameter, or one by path.
 
@@ -92,14 +92,13 @@ def ademamix(
         >>> [round(u, 3) for u in updates["w"].tolist()]
         [-1.167]
     """
-    common = Common("ademamix", learning_rate, schedule, weight_decay, lr_multipliers)
+    common = Common("ademamix", learning_rate, schedule, weight_decay, lr_multipliers, eps)
     common.check(
         b1=(BELOW_ONE, b1),
         b2=(BELOW_ONE, b2),
         b3=(BELOW_ONE, b3),
         alpha=(NonNegativeFloat, alpha),
         warmup=(Positive | None, warmup),
-        eps=(ABOVE_ZERO, eps),
     )
     # 1 / ln b, minus the horizon of an average in updates; almost 0 for b = 0, so that exp(1 / it) is 0.
     horizon1, horizon3 = (1 / math.log(b) if b else -1e-30 for b in (b1, b3))
@@ -120,7 +119,11 @@ def ademamix(
             mu = now.keep(b1 * mu + (1.0 - b1) * g, mu)
             slow = now.keep(slow + share * (g - slow), slow)
             nu = now.keep(b2 * nu + (1.0 - b2) * (g * g), nu)
-            return (debias1 * mu + alpha_t * slow) / (jnp.sqrt(debias2 * nu) + eps), (mu, slow, nu)
+            return (debias1 * mu + alpha_t * slow) / (jnp.sqrt(debias2 * nu) + common.epsilon(leaf.path)), (
+                mu,
+                slow,
+                nu,
+            )
 
         return step
 

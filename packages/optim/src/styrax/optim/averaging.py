@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from styrax.core.config import Fraction, NonNegative, mistakes
 from styrax.core.errors import UserError
 from styrax.core.tree import flatten, unflatten
 from styrax.optim.guard import FusedTransformation, check_floating
+from styrax.optim.matrices import hollow
+from styrax.optim.precision import LOW, rounded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -40,7 +43,7 @@ class AveragedState(NamedTuple):
 
 
 def averaged(
-    inner: optax.GradientTransformation, *, decay: float = 0.999, start: int = 0
+    inner: optax.GradientTransformation, *, decay: float = 0.999, start: int = 0, without: Collection[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
     """Keep an average of the weights that an optimizer makes, without touching the training.
 
@@ -60,6 +63,7 @@ def averaged(
         inner: The optimizer. Its updates are passed on as they are, and extra arguments of `update` are passed to it.
         decay: Of the average, in [0, 1]; 1 is the plain mean.
         start: Applied updates before the average begins.
+        without: Paths of parameters that have no average, such as frozen ones.
 
     Returns:
         A transformation with state `AveragedState`, a `FusedTransformation` if `inner` is one.
@@ -87,8 +91,9 @@ def averaged(
         leaves = flatten(params)
         check_floating(leaves, "parameter")
         # A copy: a step that donates parameters and state must not find one buffer in both.
-        average = {path: jnp.array(w, jnp.float32, copy=True) for path, w in leaves.items()}
-        return AveragedState(inner.init(params), jnp.zeros((), jnp.int32), unflatten(params, average))
+        average = {path: jnp.array(w, jnp.float32, copy=True) for path, w in leaves.items() if path not in without}
+        tree = unflatten(hollow(params, average.keys()), average)
+        return AveragedState(inner.init(params), jnp.zeros((), jnp.int32), tree)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, AveragedState]:
         average, weights = flatten(state.average), flatten(params)
@@ -103,10 +108,10 @@ def averaged(
         if verdict is not None:
             seen = jnp.where(verdict.apply, seen, state.seen)
         for path, old in average.items():
-            w = jnp.asarray(weights[path])
-            if path in steps:
-                w = jnp.asarray(w + steps[path]).astype(w.dtype)  # as `optax.apply_updates`
-            w = w.astype(jnp.float32)
+            dtype = jnp.asarray(weights[path]).dtype
+            w = jnp.asarray(weights[path] + steps[path] if path in steps else weights[path])
+            # As `optax.apply_updates` leaves it; XLA may drop a conversion down and up again, but not this.
+            w = rounded(w.astype(jnp.float32), dtype) if dtype in LOW else w.astype(jnp.float32)
             new = jnp.where(n == 1, w, old + share * (w - old))  # the first to the bit
             average[path] = new if verdict is None else jnp.where(verdict.apply, new, old)
         return updates, AveragedState(inner_state, seen, unflatten(state.average, average))

@@ -13,6 +13,7 @@ import optax
 
 from styrax.core.config import Positive, mistakes
 from styrax.core.errors import UserError, nearest
+from styrax.optim.columns import columns
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -113,16 +114,22 @@ class Coordinates(tuple[Coordinate, ...]):
         return abs(self.slope(name)) <= tolerance
 
     def __str__(self) -> str:
-        """Lay out the change after the last step, a line an activation and a column a width."""
+        """Lay out the table of widths."""
+        return self.table()
+
+    def table(self, *, axis: str = "width") -> str:
+        """Lay out the change after the last step, a line an activation and a column a width.
+
+        Args:
+            axis: What the widths are called.
+        """
         last = {(row.name, row.width): row.change for row in self if row.step == self.steps}
-        cells = [["activation", *map(str, self.widths), "slope", ""]]
+        rows = []
         for name in self.names:
             changes = [f"{last[name, width]:.3g}" for width in self.widths]
-            cells.append([name, *changes, f"{self.slope(name):+.2f}", "flat" if self.flat(name) else "NOT flat"])
-        sizes = [max(map(len, column)) for column in zip(*cells)]
-        lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes)).rstrip() for row in cells]
-        lines.insert(1, "  ".join("-" * size for size in sizes[:-1]))
-        return "\n".join([f"mean |x_{self.steps} - x_0| by width", *lines])
+            rows.append([name, *changes, f"{self.slope(name):+.2f}", "flat" if self.flat(name) else "NOT flat"])
+        head = ["activation", *map(str, self.widths), "slope", ""]
+        return f"mean |x_{self.steps} - x_0| by {axis}\n" + columns(head, rows)
 
     def plot(self, path: str | Path, *, axis: str = "width") -> None:
         """Draw the change over the width, on logarithmic axes: a panel an activation, a line a step.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from styrax.core.config import NonNegative, Positive
+from styrax.core.errors import nearest
 from styrax.optim.elementwise import (
-    ABOVE_ZERO,
     BELOW_ONE,
     Common,
     Leaf,
@@ -25,6 +26,7 @@ from styrax.optim.elementwise import (
     shared_out,
 )
 from styrax.optim.guard import FusedTransformation
+from styrax.optim.roles import ROLES, Role
 from styrax.optim.specs import ParamSpec
 
 if TYPE_CHECKING:
@@ -59,9 +61,10 @@ def eight_bit_adamw(
     schedule: Callable[[Any], Any] | None = None,
     b1: float = 0.9,
     b2: float = 0.95,
-    eps: float = 1e-8,
+    eps: float | Mapping[str, float] = 1e-8,
     block: int = 256,
     min_size: int = 4096,
+    keep: Collection[Role] = ("embed",),
     weight_decay: float | Mapping[str, float] = 0.1,
     lr_multipliers: float | Mapping[str, float] = 1.0,
 ) -> FusedTransformation:
@@ -80,19 +83,20 @@ def eight_bit_adamw(
 
     Blocks run along the last axis, not along the flattened array, so that codes lie as their parameters do on a mesh.
     They stay on their devices if `block` divides the part of the last axis that a device has. Parameters of less than
-    `min_size` elements, embeddings (whose rare rows take large and uneven steps) and arrays with a last axis too short
-    to save anything stay in float32. Arguments not named here, `update`'s extra arguments and the handling of leaves
-    are those of `styrax.optim.adamw`.
+    `min_size` elements, those with a role in `keep` (of embeddings, rare rows take large and uneven steps) and arrays
+    with a last axis too short to save anything stay in float32. Arguments not named here, `update`'s extra arguments
+    and the handling of leaves are those of `styrax.optim.adamw`.
 
     Args:
         learning_rate: Peak learning rate.
-        specs: Path -> description, from `styrax.optim.specs`; only whether the role is `embed` is read.
+        specs: Path -> description, from `styrax.optim.specs`; only the role is read.
         schedule: Multiple of the peak as a function of the updates applied so far; `None` is always 1.
         b1: Decay of the first moment, in [0, 1).
         b2: Decay of the second moment, in [0, 1).
-        eps: Added to the root of the second moment; above 0.
+        eps: Added to the root of the second moment, for every parameter, or one by path; above 0.
         block: Elements of the last axis that share a scale; shorter where the axis ends.
         min_size: Least number of elements to store in 8 bits.
+        keep: Roles of the parameters that stay in float32; `()` for none.
         weight_decay: Decay `d` of every parameter, or one by path.
         lr_multipliers: Multiplier `k` of every parameter, or one by path.
 
@@ -100,7 +104,7 @@ def eight_bit_adamw(
         A transformation with state `EightBitState`, whose structure, shapes and dtypes never change.
 
     Raises:
-        UserError: A constant is out of range or no number; all are listed.
+        UserError: A constant is out of range or no number, or `keep` has what is no role; all are listed.
         ValueError: As `adamw`.
 
     Source: Dettmers et al. 2021, arXiv 2110.02861, section 2; `bitsandbytes` 0.50.2.
@@ -112,25 +116,25 @@ def eight_bit_adamw(
         >>> str(state.mu["w"].dtype), state.mu_scale["w"].shape, str(state.mu["b"].dtype)
         ('uint8', (16, 2), 'float32')
     """
-    common = Common("eight_bit_adamw", learning_rate, schedule, weight_decay, lr_multipliers)
+    common = Common("eight_bit_adamw", learning_rate, schedule, weight_decay, lr_multipliers, eps)
     common.check(
+        *(f"keep: {role!r} is no role{nearest(str(role), ROLES)}" for role in keep if role not in ROLES),
         b1=(BELOW_ONE, b1),
         b2=(BELOW_ONE, b2),
-        eps=(ABOVE_ZERO, eps),
         block=(Positive, block),
         min_size=(NonNegative, min_size),
     )
 
     def is_small(path: str, shape: tuple[int, ...]) -> bool:
         short = not shape or min(shape[-1], block) < 4
-        return short or math.prod(shape) < min_size or specs[path].role == "embed"
+        return short or math.prod(shape) < min_size or specs[path].role in keep
 
     def make(path: str, w: Any) -> tuple[Any, ...]:
         zeros = jnp.zeros_like(w, jnp.float32)
         if is_small(path, zeros.shape):
             return zeros, jnp.zeros_like(zeros), jnp.ones((), jnp.float32), jnp.ones((), jnp.float32)
-        mu, mu_scale = quantise(zeros, block, signed=True)
-        nu, nu_scale = quantise(zeros, block, signed=False)
+        mu, mu_scale = _zeros(zeros, block, signed=True)
+        nu, nu_scale = _zeros(zeros, block, signed=False)
         return as_it_lies(mu, zeros), as_it_lies(nu, zeros), mu_scale, nu_scale
 
     def rule(now: Now) -> Step:
@@ -141,10 +145,10 @@ def eight_bit_adamw(
             if is_small(leaf.path, g.shape):
                 mu = now.keep(b1 * mu + (1.0 - b1) * g, mu)
                 nu = now.keep(b2 * nu + (1.0 - b2) * (g * g), nu)
-                return debias1 * mu / (jnp.sqrt(debias2 * nu) + eps), (mu, nu, mu_scale, nu_scale)
+                return debias1 * mu / (jnp.sqrt(debias2 * nu) + common.epsilon(leaf.path)), (mu, nu, mu_scale, nu_scale)
             first = b1 * as_it_lies(dequantise(mu, mu_scale, block, signed=True), g) + (1.0 - b1) * g
             second = b2 * as_it_lies(dequantise(nu, nu_scale, block, signed=False), g) + (1.0 - b2) * (g * g)
-            direction = debias1 * first / (jnp.sqrt(debias2 * second) + eps)
+            direction = debias1 * first / (jnp.sqrt(debias2 * second) + common.epsilon(leaf.path))
             new = (*quantise(first, block, signed=True), *quantise(second, block, signed=False))
             new = (new[0], new[2], new[1], new[3])
             return direction, tuple(now.keep(as_it_lies(a, b), b) for a, b in zip(new, leaf.slots))
@@ -199,8 +203,11 @@ def quantise(
         blocks = _blocks(x, block)
         scale = jnp.max(jnp.abs(blocks), axis=-1)
         unit = blocks / jnp.where(scale > 0, scale, 1.0)[..., None]
-        table = dynamic_table(signed=signed)
-        codes = jnp.searchsorted(jnp.asarray((table[1:] + table[:-1]) / 2), unit).astype(jnp.uint8)
+        # A search for each element would take most of the update's time.
+        edges, first = _code_tables(signed=signed)
+        bits = jax.lax.bitcast_convert_type(unit, jnp.uint32) >> 16
+        codes = jnp.asarray(first).at[bits].get(mode="promise_in_bounds")
+        codes += (unit > jnp.asarray(edges).at[codes].get(mode="promise_in_bounds")).astype(jnp.uint8)
         if not signed:
             codes = jnp.maximum(codes, (unit > 0).astype(jnp.uint8))
         return codes.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], scale
@@ -218,6 +225,33 @@ def dequantise(
         return numbers.reshape(*codes.shape[:-1], -1)[..., : codes.shape[-1]]
 
     return shared_out(restored, lambda spec: spec, codes, scale)
+
+
+def _zeros(x: Any, block: int, *, signed: bool) -> tuple[Any, Any]:
+    """Give what `quantise` makes of zeros in the shape of an array; XLA would take minutes to find that out."""
+
+    def stored(x: Any) -> tuple[Any, Any]:
+        zero = int(np.searchsorted(dynamic_table(signed=signed), 0.0))
+        blocks = -(-x.shape[-1] // min(block, x.shape[-1]))
+        return jnp.full(x.shape, zero, jnp.uint8), jnp.zeros((*x.shape[:-1], blocks), jnp.float32)
+
+    return shared_out(stored, lambda spec: (spec, PartitionSpec(*spec[:-1], None)), x)
+
+
+@functools.cache
+def _code_tables(*, signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Give the edge above each code, and the lowest code of the numbers that begin with each 16 bits.
+
+    No two edges lie between float32 numbers whose first 16 bits are alike, so that code or the next is the nearest.
+
+    Returns:
+        float32 `[256]`, the last NaN, above which there is nothing; uint8 `[65536]`.
+    """
+    table = dynamic_table(signed=signed)
+    edges = (table[1:] + table[:-1]) / 2
+    bits = np.arange(2**16, dtype=np.uint32) << 16
+    bits[2**15 :] |= 0xFFFF  # the lowest number below zero is the one with the greatest magnitude
+    return np.append(edges, np.float32("nan")), np.searchsorted(edges, bits.view(np.float32)).astype(np.uint8)
 
 
 def _blocks(x: Any, block: int) -> Any:

@@ -85,6 +85,7 @@ class Common:
         schedule: Multiple of the peak as a function of the updates applied so far; `None` is always 1.
         weight_decay: Decay of every parameter, or one by path.
         lr_multipliers: Multiplier on the rate of every parameter, or one by path.
+        eps: Added to the root of every second moment, or one number by path; for algorithms that have one.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Common:
     schedule: Schedule | None
     weight_decay: ByPath
     lr_multipliers: ByPath
+    eps: ByPath = 1.0
 
     def check(self, *others: str, **limits: tuple[Any, Any]) -> None:
         """Refuse constants that are out of range; `BELOW_ONE` as an annotation is `[0, 1)`.
@@ -107,9 +109,13 @@ class Common:
         limits = {name: (Fraction if name in below else limit, value) for name, (limit, value) in limits.items()}
         if not isinstance(self.learning_rate, jax.Array):  # an array may be a traced one, whose value is not known
             limits["learning_rate"] = (NonNegativeFloat, self.learning_rate)
-        for name in ("weight_decay", "lr_multipliers"):
+        for name, limit in (
+            ("weight_decay", NonNegativeFloat),
+            ("lr_multipliers", NonNegativeFloat),
+            ("eps", ABOVE_ZERO),
+        ):
             given = getattr(self, name)
-            limits[name] = (dict[str, NonNegativeFloat] if isinstance(given, Mapping) else NonNegativeFloat, given)
+            limits.setdefault(name, (dict[str, limit] if isinstance(given, Mapping) else limit, given))
         problems = mistakes(limits) + [f"{name} must be below 1, got {b}" for name, b in below.items() if b == 1]
         problems += [line for line in others if line]
         if problems:
@@ -128,6 +134,10 @@ class Common:
         """Give a parameter's multiplier on the learning rate."""
         return _at(self.lr_multipliers, path)
 
+    def epsilon(self, path: str) -> float:
+        """Give what is added to the root of a parameter's second moment."""
+        return _at(self.eps, path)
+
     def leaves(self, params: Any) -> dict[str, Any]:
         """Flatten the parameters for `init`.
 
@@ -139,7 +149,8 @@ class Common:
         # More names than parameters are fine: `optax.masked` hides some of those that a recipe was built for.
         lines = [
             f"  {name} has nothing for {path!r}{nearest(path, value)}"
-            for name, value in (("weight_decay", self.weight_decay), ("lr_multipliers", self.lr_multipliers))
+            for name in ("weight_decay", "lr_multipliers", "eps")
+            for value in (getattr(self, name),)
             if isinstance(value, Mapping)
             for path in leaves
             if path not in value

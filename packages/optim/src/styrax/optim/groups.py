@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -113,7 +114,7 @@ def reset(tx: optax.GradientTransformation, state: Any, params: Any, group: str)
     """Start one group's optimizer anew, and leave the others as they are.
 
     Args:
-        tx: What `groups` gave, alone or below `guard`.
+        tx: What `groups` gave, alone or within others, such as `guard`.
         state: Its state.
         params: The parameters.
         group: The group.
@@ -122,7 +123,7 @@ def reset(tx: optax.GradientTransformation, state: Any, params: Any, group: str)
         The state, with the group's part as `init` makes it.
 
     Raises:
-        UserError: The state has no such group.
+        UserError: The state has no such group, or no groups at all.
 
     Example:
         >>> from styrax.optim import adamw
@@ -133,16 +134,22 @@ def reset(tx: optax.GradientTransformation, state: Any, params: Any, group: str)
         >>> int(state.inner["one"].count), int(state.inner["two"].count)
         (1, 0)
     """
-    fresh: Any = tx.init(params)
-    outer = hasattr(state, "inner") and not isinstance(state, GroupsState)
-    old, new = (state.inner, fresh.inner) if outer else (state, fresh)
-    if not isinstance(old, GroupsState):
-        raise UserError(f"expected the state of groups(...), alone or below guard(...), got {type(state).__name__}")
+    found = [part for part in jax.tree.leaves(state, is_leaf=_is_groups) if _is_groups(part)]
+    if len(found) != 1:
+        raise UserError(f"expected a state with groups(...) in it once, found it {len(found)} times in {type(state)}")
+    (old,) = found
     if group not in old.inner:
         live = ", ".join(old.inner)
         raise UserError(f"no group {group!r} with a state{nearest(group, old.inner)}; the groups are {live}")
-    changed = GroupsState({**old.inner, group: new.inner[group]})
-    return state._replace(inner=changed) if outer else changed
+
+    def renewed(part: Any, fresh: Any) -> Any:
+        return GroupsState({**part.inner, group: fresh.inner[group]}) if _is_groups(part) else part
+
+    return jax.tree.map(renewed, state, tx.init(params), is_leaf=_is_groups)
+
+
+def _is_groups(node: Any) -> bool:
+    return isinstance(node, GroupsState)
 
 
 def _subset(leaves: Mapping[str, Any], members: Mapping[str, str], name: str) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def guard(
         if spikes is not None:
             spike, last = spikes.update(norm, state.spikes)
             scale, apply = jnp.where(spike, 0.0, scale), apply & ~spike
+        updates = jax.tree.map(_apart, updates)
         updates, inner_state = obeyed(inner, Verdict(norm, scale, apply), updates, state.inner, params, extra)
         skipped = state.skipped + jnp.logical_not(apply).astype(jnp.int32)
         return updates, GuardState(inner_state, norm, scale, skipped, norms, last)
@@ -188,6 +189,15 @@ def obeyed(
     if verdict is None:
         return inner.update(updates, state, params, **extra)
     return selected(inner, verdict, updates, state, params, extra)
+
+
+def _apart(g: Any) -> Any:
+    """Let what follows convert a gradient of 16 bits for itself.
+
+    XLA would convert it once for the norm and for what follows, and keep the whole gradient in float32 from one to the
+    other. What follows must wait for the norm in any case.
+    """
+    return jax.lax.optimization_barrier(g) if jnp.dtype(_dtype(g)).itemsize < 4 else g
 
 
 def _as(new: Any, old: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 
 from styrax.core.config import NonNegativeFloat
-from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, Common, Leaf, Now, Step, debias, elementwise, layer_axes
+from styrax.optim.elementwise import BELOW_ONE, Common, Leaf, Now, Step, debias, elementwise, layer_axes
 from styrax.optim.guard import FusedTransformation
 from styrax.optim.specs import ParamSpec
 
@@ -41,7 +41,7 @@ def mars(
     b1: float = 0.95,
     b2: float = 0.99,
     gamma: float = 0.025,
-    eps: float = 1e-8,
+    eps: float | Mapping[str, float] = 1e-8,
     weight_decay: float | Mapping[str, float] = 0.1,
     lr_multipliers: float | Mapping[str, float] = 1.0,
     specs: Mapping[str, ParamSpec] | None = None,
@@ -68,7 +68,7 @@ def mars(
         b1: Decay of the first moment, in [0, 1).
         b2: Decay of the second moment, in [0, 1).
         gamma: Strength of the correction, 0 or more.
-        eps: Added to the root of the second moment; above 0.
+        eps: Added to the root of the second moment, for every parameter, or one by path; above 0.
         weight_decay: Decay `d` of every parameter, or one by path.
         lr_multipliers: Multiplier `k` of every parameter, or one by path.
         specs: Path -> description, from `styrax.optim.specs`; only the stacked axes are read.
@@ -89,9 +89,9 @@ def mars(
         >>> [round(u, 4) for u in updates["w"].tolist()]
         [-0.5, 0.5]
     """
-    common = Common("mars", learning_rate, schedule, weight_decay, lr_multipliers)
+    common = Common("mars", learning_rate, schedule, weight_decay, lr_multipliers, eps)
     common.check(
-        b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2), gamma=(NonNegativeFloat, gamma), eps=(ABOVE_ZERO, eps)
+        b1=(BELOW_ONE, b1), b2=(BELOW_ONE, b2), gamma=(NonNegativeFloat, gamma)
     )  # fmt: skip
 
     def rule(now: Now) -> Step:
@@ -104,7 +104,7 @@ def mars(
             c = c / jnp.maximum(jnp.sqrt(jnp.sum(c * c, axis=axes, keepdims=True)), 1.0)
             mu = now.keep(b1 * mu + (1.0 - b1) * c, mu)
             nu = now.keep(b2 * nu + (1.0 - b2) * (c * c), nu)
-            return debias1 * mu / (jnp.sqrt(debias2 * nu) + eps), (mu, nu, now.keep(g, last))
+            return debias1 * mu / (jnp.sqrt(debias2 * nu) + common.epsilon(leaf.path)), (mu, nu, now.keep(g, last))
 
         return step
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seed, check
+from styrax.core.errors import UserError
 from styrax.optim.recipe import Recipe
 from styrax.optim.recipe_parts import Treatment
 from styrax.optim.schedules import amount
@@ -54,6 +55,20 @@ class MatrixRecipe(Recipe):
             adam["learning_rate"] = self.adam.learning_rate
         return {"specs": treatment.specs, "adam": adam, **treatment.common}
 
+    def epsilon(self, treatment: Treatment, eps: float) -> float:
+        """Give the epsilon of the matrices, which are computed in batches and so must have one.
+
+        Raises:
+            UserError: The transfer gives them several.
+        """
+        found = {treatment.eps.get(path, 1.0) for path, spec in treatment.specs.items() if spec.role == "matrix"}
+        if len(found) > 1:
+            raise UserError(
+                f"{self.kind}: extras.transfer multiplies epsilon by {sorted(found)}, each for other matrices, but it "
+                "has one for all; give those outside of the blocks a group with another optimizer"
+            )
+        return eps * next(iter(found), 1.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
@@ -91,6 +106,7 @@ class Muon(MatrixRecipe):
 
     kind: Literal["muon"] = "muon"
     transferable = 'it is for Adam and its relatives; with scale = "spectral" Muon needs none over widths'
+    adam: Rest = field(default_factory=lambda: Rest(eps=1e-10))
     momentum: Fraction = 0.95
     momentum_warmup: NonNegative | Fraction = 0
     nesterov: bool = True
@@ -169,7 +185,7 @@ class Soap(MatrixRecipe):
             b1=self.b1,
             b2=self.b2,
             shampoo_beta=self.shampoo_beta,
-            eps=self.eps,
+            eps=self.epsilon(treatment, self.eps),
             frequency=self.frequency,
             max_precond_dim=self.max_precond_dim,
             **self.shared(treatment),
@@ -207,8 +223,8 @@ class Shampoo(MatrixRecipe):
             self.learning_rate,
             b1=self.b1,
             b2=self.b2,
-            eps=self.eps,
-            adam_eps=self.graft_eps,
+            eps=self.eps * self.epsilon(treatment, 1.0) ** 2,  # of squared gradients
+            adam_eps=self.epsilon(treatment, self.graft_eps),
             frequency=self.frequency,
             max_precond_dim=self.max_precond_dim,
             **self.shared(treatment),

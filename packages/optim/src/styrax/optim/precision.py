@@ -229,10 +229,10 @@ def _read(p: Any) -> Float[Array, " ..."]:
     """Give a parameter of 16 bits in float32, as it really is, and a wider one unchanged."""
     p = jnp.asarray(p)
     # XLA drops a conversion down and up again in one program (`xla_allow_excess_precision`), but never this.
-    return _round(p.astype(jnp.float32), p.dtype) if p.dtype in LOW else p
+    return rounded(p.astype(jnp.float32), p.dtype) if p.dtype in LOW else p
 
 
-def _round(x: Float[Array, " ..."], dtype: Any) -> Float[Array, " ..."]:
+def rounded(x: Float[Array, " ..."], dtype: Any) -> Float[Array, " ..."]:
     """Round to nearest, ties to even, as a conversion to the dtype does, and stay in float32."""
     if dtype == LOW[0]:
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -252,12 +252,12 @@ def _step(q: Any, p: Any) -> tuple[Any, Any]:
     """Give the update from `p` towards `q`, and what `optax.apply_updates` makes of it, in float32."""
     old = _read(p)
     step = jnp.where(q == old, jnp.float32(-0.0), q - old)
-    return step, _round(old + step, p.dtype)
+    return step, rounded(old + step, p.dtype)
 
 
 def _master(new: Any, p: Any, key: Any) -> tuple[Any, Any]:
     del key
-    return _step(_round(new, p.dtype), p)[0], new
+    return _step(rounded(new, p.dtype), p)[0], new
 
 
 def _split(new: Any, p: Any, key: Any) -> tuple[Any, Any]:
@@ -315,7 +315,7 @@ def _stochastic(new: Any, p: Any, key: Any) -> tuple[Any, Any]:
 
 def _kahan(new: Any, p: Any, key: Any) -> tuple[Any, Any]:
     del key
-    step, left = _step(_round(new, p.dtype), p)
+    step, left = _step(rounded(new, p.dtype), p)
     rest = new - left
     return step, jnp.where(jnp.isfinite(rest), rest, 0.0).astype(p.dtype)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from styrax.core.config import NonNegativeFloat, build, check
-from styrax.core.errors import UserError
+from styrax.core.errors import UsageError, UserError
 from styrax.optim.curves import Cycles, InverseSqrt, Linear, Piecewise
 from styrax.optim.recipe_parts import Extras, Group, Parameters, Treatment
 from styrax.optim.schedules import WSD, Cosine, amount
@@ -58,15 +58,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check the values, and then what one field alone cannot tell."""
-        check(self)
+        check(self, *(f"{name} must be below 1, got 1.0" for name in self.below_one if getattr(self, name) == 1))
         if problems := self.problems():
-            raise ValueError("\n".join(problems))
+            raise UsageError("\n".join(problems))
 
     def problems(self) -> list[str]:
-        """Say what does not fit together; a recipe with more to check adds to it."""
-        found = [
-            f"{name} must be below 1, got {getattr(self, name)}" for name in self.below_one if getattr(self, name) >= 1
-        ]
+        """Say what does not fit together; a recipe with more to check adds to it. Each value is right by itself."""
+        found = []
         if self.extras.transfer is not None and self.transferable:
             found.append(f"extras.transfer: {self.transferable}")
         for name, group in self.groups.items():
@@ -163,7 +161,9 @@ class Recipe:
         if extras.agc is not None:
             tx = agc(tx, extras.agc, specs=described)
         if extras.average is not None:
-            tx = averaged(tx, decay=extras.average.decay, start=amount(extras.average.start, steps))
+            frozen = [row.path for row in rows if recipes[row.group] is None]
+            start = amount(extras.average.start, steps)
+            tx = averaged(tx, decay=extras.average.decay, start=start, without=frozen)
         if extras.precision is not None:
             tx = precision(tx, extras.precision, seed=extras.seed)
         return guard(

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seed, check
-from styrax.core.errors import nearest
 from styrax.optim.curves import Cycles, InverseSqrt, Linear, Piecewise
-from styrax.optim.roles import DECAY_ROLES, ROLES, Role
+from styrax.optim.roles import DECAY_ROLES, Role
 from styrax.optim.schedules import WSD, Cosine
 from styrax.optim.spikes import Spikes, ZClip
 from styrax.optim.transfer import CompleteP, MuP, UMuP
@@ -42,16 +41,8 @@ class Parameters:
     lr_multipliers: dict[Role, NonNegativeFloat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the values, and then that every role is one."""
+        """Check the values."""
         check(self)
-        named = {"decay_roles": self.decay_roles, "lr_multipliers": self.lr_multipliers, "roles": self.roles.values()}
-        if problems := [
-            f"{name}: {role!r} is no role{nearest(role, ROLES)}"
-            for name, given in named.items()
-            for role in given
-            if role not in ROLES
-        ]:
-            raise ValueError("\n".join(problems))
 
     def specs(self, params: Any) -> dict[str, ParamSpec]:
         """Describe every parameter; see `styrax.optim.specs`."""

@@ -9,6 +9,7 @@ from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive
 from styrax.optim.curves import Cycles, InverseSqrt, Linear, Piecewise
 from styrax.optim.recipe import Recipe
 from styrax.optim.recipe_parts import Treatment
+from styrax.optim.roles import Role
 from styrax.optim.schedules import WSD, Cosine, amount
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class AdEMAMix(Recipe):
             b3=self.b3,
             alpha=self.alpha,
             warmup=amount(self.warmup, treatment.steps) or None,
-            eps=self.eps,
+            eps=treatment.epsilon(self.eps),
             **treatment.common,
         )
 
@@ -161,7 +162,7 @@ class ScheduleFree(Recipe):
             self.learning_rate,
             b1=self.b1,
             b2=self.b2,
-            eps=self.eps,
+            eps=treatment.epsilon(self.eps),
             r=self.r,
             weight_power=self.weight_power,
             **treatment.common,
@@ -196,7 +197,7 @@ class Mars(Recipe):
             b1=self.b1,
             b2=self.b2,
             gamma=self.gamma,
-            eps=self.eps,
+            eps=treatment.epsilon(self.eps),
             specs=treatment.specs,
             **treatment.common,
         )
@@ -311,7 +312,12 @@ class AdamMini(Recipe):
         from styrax.optim.adam_mini import adam_mini
 
         return adam_mini(
-            self.learning_rate, specs=treatment.specs, b1=self.b1, b2=self.b2, eps=self.eps, **treatment.common
+            self.learning_rate,
+            specs=treatment.specs,
+            b1=self.b1,
+            b2=self.b2,
+            eps=treatment.epsilon(self.eps),
+            **treatment.common,
         )
 
 
@@ -325,6 +331,7 @@ class EightBitAdamW(Recipe):
         eps: Added to the root of the second moment.
         block: Numbers along the last axis that share a scale.
         min_size: Smallest parameter whose moments are quantised.
+        keep: Roles of the parameters that stay in float32.
     """
 
     kind: Literal["eight_bit_adamw"] = "eight_bit_adamw"
@@ -333,6 +340,7 @@ class EightBitAdamW(Recipe):
     eps: PositiveFloat = 1e-8
     block: Positive = 256
     min_size: Positive = 4096
+    keep: tuple[Role, ...] = ("embed",)
 
     below_one = ("b1", "b2")
 
@@ -345,8 +353,9 @@ class EightBitAdamW(Recipe):
             specs=treatment.specs,
             b1=self.b1,
             b2=self.b2,
-            eps=self.eps,
+            eps=treatment.epsilon(self.eps),
             block=self.block,
             min_size=self.min_size,
+            keep=self.keep,
             **treatment.common,
         )

@@ -167,12 +167,12 @@ def describe(
 
     Example:
         >>> import numpy as np
-        >>> print(describe({"dense": {"kernel": np.ones((4, 2)), "bias": np.ones(2)}}))
-        path          shape   role    lr x  decay
-        ------------  ------  ------  ----  -----
-        dense/bias    (2,)    vector  1     0
-        dense/kernel  (4, 2)  matrix  1     0.1
-        2 arrays, 10 parameters, 8 with weight decay
+        >>> print(describe({"dense": {"kernel": np.ones((4, 2), "f4"), "bias": np.ones(2, "f4")}}))
+        path           shape    role     lr x   decay   bytes
+        -----------------------------------------------------
+        dense/bias     (2,)     vector   1      0           8
+        dense/kernel   (4, 2)   matrix   1      0.1        32
+        2 arrays, 10 parameters, 8 with weight decay, 40 bytes
     """
     multipliers = lr_multipliers or {}
     found = roles(params, rules, stacked=stacked)

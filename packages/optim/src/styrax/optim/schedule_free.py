@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from styrax.core.config import NonNegativeFloat
 from styrax.core.tree import flatten, unflatten
-from styrax.optim.elementwise import ABOVE_ZERO, BELOW_ONE, Common, debias
+from styrax.optim.elementwise import BELOW_ONE, Common, debias
 from styrax.optim.guard import FusedTransformation, Verdict
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def schedule_free(
     schedule: Callable[[Any], Any] | None = None,
     b1: float = 0.9,
     b2: float = 0.999,
-    eps: float = 1e-8,
+    eps: float | Mapping[str, float] = 1e-8,
     r: float = 0.0,
     weight_power: float = 2.0,
     weight_decay: float | Mapping[str, float] = 0.1,
@@ -86,7 +86,7 @@ def schedule_free(
         schedule: Multiple of the peak as a function of the updates applied so far; `None` is always 1.
         b1: Share of the average in the trained weights, in (0, 1).
         b2: Decay of the second moment, in [0, 1).
-        eps: Added to the root of the second moment; above 0.
+        eps: Added to the root of the second moment, for every parameter, or one by path; above 0.
         r: Power of `t` in the weights of the average, 0 or more.
         weight_power: Power of the largest rate in the weights of the average, 0 or more.
         weight_decay: Decay `d` of every parameter, or one by path, taken at `y`.
@@ -109,12 +109,11 @@ def schedule_free(
         >>> [round(float(v["w"][0]), 4) for v in (y, state.z, state.eval_params(y))]
         [0.5, 0.5, 0.5]
     """
-    common = Common("schedule_free", learning_rate, schedule, weight_decay, lr_multipliers)
+    common = Common("schedule_free", learning_rate, schedule, weight_decay, lr_multipliers, eps)
     common.check(
         "b1 must be above 0, got 0" if b1 == 0 else "",
         b1=(BELOW_ONE, b1),
         b2=(BELOW_ONE, b2),
-        eps=(ABOVE_ZERO, eps),
         r=(NonNegativeFloat, r),
         weight_power=(NonNegativeFloat, weight_power),
     )
@@ -150,7 +149,7 @@ def schedule_free(
             g, z = now.gradient(g), zs[path]
             y = jnp.asarray(weights[path]).astype(jnp.float32)
             nu = nus[path] = now.keep(b2 * nus[path] + (1.0 - b2) * (g * g), nus[path])
-            direction = g / (jnp.sqrt(debias2 * nu) + eps)
+            direction = g / (jnp.sqrt(debias2 * nu) + common.epsilon(path))
             if decay := common.decay(path):
                 direction = direction + decay * y
             moved = now.keep(-(common.multiplier(path) * now.rate) * direction, jnp.float32(-0.0))

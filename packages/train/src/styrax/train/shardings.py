@@ -28,7 +28,7 @@ def state_shardings(
 
     Returns:
         The same tree with a ``NamedSharding`` a leaf. An optimizer's array lies as the parameter whose path ends
-        its own and whose shape it has; all else is replicated.
+        its own, on the axes that it has of it (see ``styrax.core.mesh.follow``); all else is replicated.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     if logical_axes is None:

@@ -90,11 +90,12 @@ def table(cls: type, tree: Any, path: str, problems: list[str], base: Any = None
         return _FAILED
 
 
-def check(config: Any) -> None:
+def check(config: Any, *also: str) -> None:
     """Refuse a config made in Python whose values its annotations do not allow, as `build` does; for `__post_init__`.
 
     Args:
         config: A config dataclass, all fields set. Configs within it have checked themselves.
+        also: What else is wrong, to be told with the rest.
 
     Raises:
         UsageError: Wrong types and broken limits, a line each.
@@ -112,7 +113,7 @@ def check(config: Any) -> None:
         styrax.core.errors.UsageError: rate: expected number > 0.0, got inf: numbers must be finite
     """
     allowed = types.hints(type(config)).items()
-    if problems := mistakes({name: (annotation, getattr(config, name)) for name, annotation in allowed}):
+    if problems := [*mistakes({name: (annotation, getattr(config, name)) for name, annotation in allowed}), *also]:
         raise UsageError("\n".join(problems))
 
 
@@ -173,8 +174,17 @@ def changed(value: Any, base: Any = None) -> dict[str, Any]:
             if part or not same:
                 result[name] = part
         elif other is dataclasses.MISSING or plain(mine) != plain(other):
-            result[name] = plain(mine)
+            result[name] = {key: _changed_item(item) for key, item in mine.items()} if _is_table(mine) else plain(mine)
     return result
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(dataclasses.is_dataclass(item) for item in value.values())
+
+
+def _changed_item(item: Any) -> Any:
+    kind = types.kind(type(item))
+    return {**({"kind": kind} if kind else {}), **changed(item)}
 
 
 def _value(annotation: Any, value: Any, path: str, problems: list[str], fallback: Any) -> Any:

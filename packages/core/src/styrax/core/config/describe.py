@@ -120,6 +120,13 @@ def _walk(cls: type, path: str, rest: list[str], value: Any, base: Any) -> Entry
         raise UsageError(f"{path}.{key}: unknown key{nearest(key, known)}; known: {', '.join(known)}")
     entry = _entry(cls, path, key, value, base)
     tables = list(types.tables(known[key]).values())
+    if by_name := list(types.held(known[key]).values()):
+        name, *rest = rest or ["NAME"]
+        item = entry.value.get(name, _UNSET) if isinstance(entry.value, dict) else _UNSET
+        fitting = (table for table in by_name if rest and rest[0] in types.hints(table))
+        cls = type(item) if type(item) in by_name else next(fitting, by_name[0])
+        found = _walk(cls, f"{entry.path}.{name}", rest, item, None)
+        return found if rest or name != "NAME" else dataclasses.replace(entry, keys=found.keys)
     if not tables:
         if rest and "table" not in entry.type:
             raise UsageError(f"{entry.path}.{rest[0]}: {entry.path} is no table, it takes {entry.type}")

@@ -50,6 +50,16 @@ def tables(annotation: Any) -> dict[str, type]:
     return {kind(cls) or cls.__name__: cls for cls in found if dataclasses.is_dataclass(cls)}
 
 
+def held(annotation: Any) -> dict[str, type]:
+    """Give the dataclasses that a table of them by name allows, as `tables` does; empty for anything else."""
+    return {
+        name: cls
+        for member in members(annotation)
+        if typing.get_origin(member) in (dict, Mapping)
+        for name, cls in tables(typing.get_args(member)[1]).items()
+    }
+
+
 def kind(cls: Any) -> str | None:
     """Give the tag of a union's member: the one value of its field `kind: Literal[...]`."""
     annotation = hints(cls).get("kind")

@@ -268,7 +268,7 @@ def _report(args: argparse.Namespace, found: Coordinates, axis: str, picture: st
 
 def _show(args: argparse.Namespace, found: Coordinates, axis: str, picture: str | None) -> None:
     print(f"transfer {args.transfer}, over {axis}, AdamW at {_rate(args):g}")
-    print(found)
+    print(found.table(axis=axis))
     slopes = {name: found.slope(name) for name in found.names if not found.flat(name)}
     for meaning, names in {
         f"move more the larger the {axis}": [name for name, slope in slopes.items() if slope > 0],

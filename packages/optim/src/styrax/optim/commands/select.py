@@ -25,7 +25,7 @@ class Chosen(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("config", nargs="?", default="quickstart", help="a recipe or a TOML file (default: quickstart)")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as optim.kind=muon")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as optim={kind='muon'}")
     parser.add_argument(
         "--vocab-size", type=int, default=32_768, metavar="N", help="tokens of the vocabulary (default: 32768)"
     )

@@ -1,0 +1,105 @@
+"""Checkpoints of this package as a source for other formats: one leaf at a time, checksums compared."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from styrax.checkpoint.errors import CheckpointError
+from styrax.checkpoint.formats.base import Array, read_into, reading
+from styrax.checkpoint.formats.casting import dtype_named
+from styrax.checkpoint.formats.names import tree_path
+from styrax.checkpoint.manifest import ARRAYS, LEAVES, Leaf, leaf_name, read_manifest
+from styrax.checkpoint.snapshot import orbax_name
+from styrax.checkpoint.verify import verify
+from styrax.core import nearest
+
+_TIMEOUT = 1800
+
+
+def read(checkpoint: Path, items: Iterable[str] | None = None) -> tuple[dict[str, Array], dict[str, str]]:
+    """Describe the leaves of one checkpoint, after its files were verified.
+
+    Args:
+        checkpoint: The folder of the step.
+        items: Which items; all by default. If there is one, its name is left out of the paths.
+
+    Returns:
+        Tree path, the name of the item in front -> array (a random key as its data, a number as an array without
+        dimensions); and tree path -> why it is there but not given.
+
+    Raises:
+        CheckpointError: It is damaged, or lacks an item.
+    """
+    manifest = read_manifest(checkpoint)
+    wanted = list(manifest.items if items is None else items)
+    lacking = [name for name in wanted if name not in manifest.items]
+    if lacking:
+        near = nearest(lacking[0], manifest.items)
+        raise CheckpointError(
+            f"{checkpoint} has no item {', '.join(map(repr, lacking))}{near}; it has {', '.join(manifest.items)}"
+        )
+    problems = verify(checkpoint, items=wanted)
+    if problems:
+        raise CheckpointError("\n  ".join([f"the checkpoint {checkpoint} is damaged:", *problems]))
+    found, skipped = {}, {}
+    for name in wanted:
+        item = manifest.items[name]
+        if item.kind == "json":
+            skipped[name] = "is JSON, not a tree of arrays"
+        large = _large(checkpoint, name, [leaf for leaf in item.leaves if leaf.where == "orbax"])
+        for leaf in item.leaves:
+            path = leaf.path if items is not None and len(wanted) == 1 else leaf_name(name, leaf.path)
+            array = large.get(leaf.path) or _array(checkpoint, name, leaf)
+            if array is None:
+                skipped[path] = f"is a Python {leaf.dtype}, not an array or a number that numpy has"
+            else:
+                found[path] = array
+    return found, skipped
+
+
+def _large(checkpoint: Path, item: str, leaves: list[Leaf]) -> dict[str, Array]:
+    if not leaves:
+        return {}
+    from styrax.checkpoint.arrays import item_name
+    from styrax.checkpoint.formats.orbax import Reader
+
+    names = {leaf.path: orbax_name(leaf.path) for leaf in leaves}
+    reader = Reader(checkpoint / ARRAYS, item_name(item), dict.fromkeys(names.values(), 0))
+    return {
+        leaf.path: reader.add(tree_path(names[leaf.path], ""), leaf.shape, dtype_named(leaf.dtype)) for leaf in leaves
+    }
+
+
+def _array(checkpoint: Path, item: str, leaf: Leaf) -> Array | None:
+    if leaf.where == "inline":
+        return _number(leaf)
+    dtype = dtype_named(leaf.dtype)
+
+    def packed() -> np.ndarray:
+        path = checkpoint / LEAVES
+        data = np.empty(leaf.nbytes, np.uint8)
+        if leaf.nbytes:
+            with reading(path, leaf.path), path.open("rb", buffering=0) as handle:
+                handle.seek(leaf.offset or 0)
+                read_into(handle, data)
+            if zlib.crc32(data.data) != leaf.crc32:
+                raise CheckpointError(f"{path} is damaged: {leaf_name(item, leaf.path)} is not what was saved")
+        return data.view(dtype).reshape(leaf.shape)
+
+    return Array(shape=leaf.shape, dtype=dtype, load=packed)
+
+
+def _number(leaf: Leaf) -> Array | None:
+    if leaf.dtype == "complex":
+        return Array.of(np.complex128(complex(*map(float, leaf.value))))
+    if leaf.dtype == "float":
+        return Array.of(np.float64(leaf.value))
+    if leaf.dtype == "bool":
+        return Array.of(np.bool_(leaf.value))
+    if leaf.dtype == "int" and -(2**63) <= leaf.value < 2**63:
+        return Array.of(np.int64(leaf.value))
+    return None
