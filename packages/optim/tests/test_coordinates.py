@@ -182,7 +182,7 @@ def test_picture(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write the picture .*coords.exe"):
         Coordinates(rows).plot(tmp_path / "coords.exe")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match="needs matplotlib; pip install matplotlib"):
+    with pytest.raises(UserError, match=r"needs matplotlib; pip install .styrax-optim.plot"):
         Coordinates(rows).plot(tmp_path / "other.png")
 
 

@@ -144,7 +144,9 @@ class Coordinates(tuple[Coordinate, ...]):
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise UserError("a picture of the coordinate check needs matplotlib; pip install matplotlib") from error
+            raise UserError(
+                'a picture of the coordinate check needs matplotlib; pip install "styrax-optim[plot]"'
+            ) from error
 
         columns = min(4, len(self.names))
         rows = -(-len(self.names) // columns)

@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     kind = registry.resolve("styrax.models", args.model)
     drawable = importlib.util.find_spec("matplotlib") is not None
     if args.out and not drawable:
-        raise UserError(f"--out {args.out}: a picture needs matplotlib; pip install matplotlib, or leave --out away")
+        raise UserError(
+            f'--out {args.out}: a picture needs matplotlib; pip install "styrax-optim[plot]", or leave --out away'
+        )
     make, sizes, axis = _plan(args, kind)
 
     from rich.console import Console
