@@ -34,7 +34,8 @@ def set_environment() -> None:
     }
     if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         threads = str(max(2, (os.cpu_count() or 2) // int(workers)))
-        variables |= {"NPROC": threads, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+        # BLAS threads wait in a spin, and on a busy machine for each other: one factorisation took minutes.
+        variables |= {"NPROC": threads, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     # Tests start dozens of interpreters, and compiling jax's and flax's source anew takes each of them five seconds.
