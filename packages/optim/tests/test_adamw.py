@@ -246,10 +246,10 @@ def test_errors_name_every_path(model, small, gradients):
     assert str(caught.value).splitlines() == [
         "adamw:",
         "  b2: expected number >= 0.0, <= 1.0, got -1",
-        "  eps: expected number > 0.0, got 0",
         '  learning_rate: expected number >= 0.0, got "x"',
         "  weight_decay.a: expected number >= 0.0, got nan: numbers must be finite",
         "  lr_multipliers: expected number >= 0.0, got inf: numbers must be finite",
+        "  eps: expected number > 0.0, got 0",
         "  b1 must be below 1, got 1.0",
     ]
     with pytest.raises(ValueError, match=r"nothing for 'norm/scale' .did you mean 'norms/scale'") as error:

@@ -133,6 +133,75 @@ def test_what_is_wrong_with_groups(params):
         AdamW(groups={"a": Group(paths=("embedd/**",))}).build(params, steps=1)
 
 
+def test_groups_that_do_not_fit_the_whole():
+    def lion(rate=None):
+        return Group(paths=("embed/**",), optimizer={"kind": "lion"}, learning_rate=rate)
+
+    for wrong, message in (
+        (
+            lambda: AdamW(groups={"a": Group(paths=("embed/**", "b"), frozen=True), "b": lion()}),
+            "'embed/..' is a pattern",
+        ),
+        (lambda: AdamW(learning_rate=0.0, groups={"a": lion(0.5)}), "groups.a.learning_rate: is kept in proportion"),
+        (
+            lambda: with_group("kron", Extras(transfer=optim.MuP(width=8, base_width=4))),
+            "groups.a.optimizer: extras.transf",
+        ),
+        (lambda: with_group("schedule_free", Extras(average=Average())), "groups.a.optimizer: extras.average"),
+    ):
+        with pytest.raises(UserError, match=message):
+            wrong()
+    assert with_group("schedule_free", Extras()).derives_weights
+    assert not with_group("lion", Extras()).derives_weights
+
+
+def with_group(kind, extras):
+    return AdamW(groups={"a": Group(paths=("embed/**",), optimizer={"kind": kind})}, extras=extras)
+
+
+def test_what_python_gives_in_place_of_a_config():
+    for given, message in (
+        ({"parameters": {"roles": {}}}, r"parameters: expected Parameters\(...\), got {roles = {}}"),
+        ({"groups": {"a": {"paths": ["b"]}}}, r"groups.a: expected Group\(...\), got"),
+        ({"extras": {}}, r"extras: expected Extras\(...\), got {}"),
+        ({"schedule": {"kind": "wsd"}}, r"schedule: expected Cosine\(...\) or WSD\(...\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            AdamW(**given)
+    with pytest.raises(UserError, match=r"lr_multipliers: key matrx: expected .*did you mean 'matrix'"):
+        Parameters(lr_multipliers={"matrx": 0.0})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="final must be a number, got 'x'"):
+        Cosine(final="x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match="recipe: expected a table such as to_dict gives, got None"):
+        Recipe.from_dict(None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match="have no arrays"):
+        AdamW().build({}, steps=3)
+    with pytest.raises(ValueError, match="steps=True"):
+        AdamW().build({"w": jnp.ones(1)}, steps=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_without_elements(kind):
+    params = {"empty": {"kernel": jnp.ones((0, 4))}, "none": jnp.ones((3, 0)), "some": jnp.ones((3, 4))}
+    tx = registry.resolve("styrax.optim", kind)().build(params, steps=3)
+    state = tx.init(params)
+    updates, after = jax.eval_shape(tx.update, params, state, params)
+    assert jax.tree.map(lambda x: x.shape, updates) == jax.tree.map(lambda x: x.shape, params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(state))
+    bare = {"empty": jnp.ones((0, 4))}
+    assert "n/a of the parameters' 0" in str(optim.memory_table(AdamW().build(bare, steps=1), bare))
+
+
+def test_rates_by_group_are_of_groups(params, gradients):
+    tx = with_group("lion", Extras()).build(params, steps=3)
+    with pytest.raises(UserError, match=r"learning_rate: no group 'aa' .did you mean 'a'"):
+        tx.update(params, tx.init(params), params, learning_rate={"aa": 0.1})
+    alone = AdamW().build(params, steps=3)
+    with pytest.raises(UserError, match=r"learning_rate: expected a number, got a table"):
+        alone.update(params, alone.init(params), params, learning_rate={"a": 0.1})
+
+
 def test_each_group_has_its_own(params, gradients):
     """Against the two algorithms alone, and a frozen group without a state."""
     recipe = AdamW(

@@ -120,6 +120,8 @@ def adam_mini(
         return specs[path].heads > 1 and specs[path].role in ("matrix", "head")
 
     def means(path: str, x: Any) -> Any:
+        if not x.size:
+            return x  # which has no mean
         x = jnp.mean(x, axis=along(path, x.ndim), keepdims=True)
         return _by_head(specs[path], x) if has_heads(path) else x
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, check
-from styrax.optim.schedules import WSD, Cosine, amount, check_amounts, total, warm_up
+from styrax.optim.schedules import WSD, Cosine, amount, check_amounts, fraction, total, warm_up
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -40,7 +40,7 @@ class Linear:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_amounts("Linear", warmup=self.warmup, final=float(self.final))
+        check_amounts("Linear", warmup=self.warmup, final=fraction(self.final))
 
     def build(self, *, steps: int, peak: float = 1.0) -> Schedule:
         """Make the function `step -> learning rate`; see `Cosine.build`."""
@@ -85,7 +85,7 @@ class InverseSqrt:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_amounts("InverseSqrt", warmup=self.warmup, decay=self.decay, final=float(self.final))
+        check_amounts("InverseSqrt", warmup=self.warmup, decay=self.decay, final=fraction(self.final))
 
     def build(self, *, steps: int, peak: float = 1.0) -> Schedule:
         """Make the function `step -> learning rate`; see `Cosine.build`."""

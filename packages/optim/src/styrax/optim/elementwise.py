@@ -123,6 +123,8 @@ class Common:
 
     def rate(self, count: Any, peak: Any = None) -> Float[Array, ""]:
         """Give the learning rate after so many applied updates, with another peak if one is given."""
+        if isinstance(peak, Mapping):
+            raise UserError("learning_rate: expected a number, got a table; rates by group are for groups(...)")
         rate = jnp.asarray(self.learning_rate if peak is None else peak, jnp.float32)
         return rate if self.schedule is None else rate * jnp.asarray(self.schedule(count), jnp.float32)
 

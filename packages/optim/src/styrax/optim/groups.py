@@ -82,6 +82,10 @@ def groups(
     ) -> tuple[Any, GroupsState]:
         grads, weights = flatten(updates), flatten(params)
         members = assign(rules, grads)
+        if isinstance(learning_rate, Mapping):
+            wrong = [f"{name!r}{nearest(name, full)}" for name in learning_rate if name not in full]
+            if wrong:
+                raise UserError(f"learning_rate: no group {', '.join(wrong)}; the groups are {', '.join(full)}")
         inner, steps = {}, {path: _nothing(grad) for path, grad in grads.items()}
         for name, tx in full.items():
             mine = _subset(grads, members, name)

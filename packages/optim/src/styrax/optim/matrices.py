@@ -36,7 +36,8 @@ def matrix_paths(leaves: Mapping[str, Any], specs: Mapping[str, ParamSpec], what
     if missing:
         lines = [f"  {path!r}{nearest(path, specs)}" for path in missing]
         raise UserError("\n".join([f"{what}: specs has nothing for:", *lines, "make it by styrax.optim.specs"]))
-    found = [path for path in leaves if specs[path].role == "matrix"]
+    # There is nothing to make of a matrix without elements.
+    found = [path for path, leaf in leaves.items() if specs[path].role == "matrix" and 0 not in leaf.shape]
     need_axes(specs, found, what)
     flat = [path for path in found if not specs[path].in_axes or not specs[path].out_axes]
     if flat:
@@ -230,7 +231,7 @@ def matrixwise(
     ) -> tuple[Any, Any]:
         trees = state[2:-1]
         grads, weights, *slots = (flatten(tree) for tree in (updates, params, *trees))
-        others = {path for path in grads if path not in specs or specs[path].role != "matrix"}
+        others = {path for path in grads if path not in slots[0]}
         adam_rate = learning_rate
         if learning_rate is not None and "learning_rate" in adam:
             adam_rate = learning_rate * (adam["learning_rate"] / common.learning_rate)

@@ -58,7 +58,8 @@ class MemoryTable(tuple[Slot, ...]):
             (s.name, s.dtype, f"{s.arrays:,}", f"{s.bytes:,}", *([f"{s.device_bytes:,}"] if spread else []))
             for s in self
         ]
-        total = f"state {self.bytes:,} bytes, {self.bytes / self.parameters:.2f} of the parameters' {self.parameters:,}"
+        share = f"{self.bytes / self.parameters:.2f}" if self.parameters else "n/a"
+        total = f"state {self.bytes:,} bytes, {share} of the parameters' {self.parameters:,}"
         return columns(head, rows, right=("arrays", "bytes", "bytes a device")) + "\n" + total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,13 +68,26 @@ class Recipe:
         found = []
         if self.extras.transfer is not None and self.transferable:
             found.append(f"extras.transfer: {self.transferable}")
+        owners: dict[str, str] = {}
         for name, group in self.groups.items():
+            for pattern in group.paths:
+                if (first := owners.setdefault(pattern, name)) != name:
+                    found.append(f"groups.{name}.paths: {pattern!r} is a pattern of group {first!r} already")
+            if not self.learning_rate and group.learning_rate:
+                found.append(f"groups.{name}.learning_rate: is kept in proportion to that of the whole, which is 0")
             if name == REST:
                 found.append(f"groups.{REST}: is what the other groups leave; take another name")
             try:
-                self.of_group(name, group)
+                recipe = self.of_group(name, group)
             except ValueError as error:
                 found += str(error).splitlines()
+                continue
+            if recipe is not None and recipe.kind != self.kind:
+                # What is around all must suit the algorithm of each.
+                try:
+                    dataclasses.replace(recipe, extras=self.extras)
+                except ValueError as error:
+                    found += [f"groups.{name}.optimizer: {line}" for line in str(error).splitlines()]
         return found
 
     def make(self, treatment: Treatment) -> FusedTransformation:
@@ -185,7 +199,10 @@ class Recipe:
     @property
     def derives_weights(self) -> bool:
         """Whether `eval_params` gives other weights than those that are trained."""
-        return self.extras.average is not None
+        if self.extras.average is not None:
+            return True
+        recipes = (self.of_group(name, group) for name, group in self.groups.items())
+        return any(recipe is not None and recipe.derives_weights for recipe in recipes)
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values, for JSON or TOML; `from_dict` makes the recipe again.
@@ -214,6 +231,8 @@ class Recipe:
         """
         from styrax.core import registry
 
+        if not isinstance(tree, Mapping):
+            raise UserError(f"recipe: expected a table such as to_dict gives, got {tree!r}")
         tree = dict(tree)
         version = tree.pop("version", VERSION)
         if version != VERSION:
@@ -274,6 +293,8 @@ class Recipe:
         from styrax.optim.groups import assign, check_rules
 
         paths = list(flatten(params))
+        if not paths:
+            raise UserError("the parameters have no arrays; give the tree that is trained, such as nnx.state(model)")
         recipes = {name: self.of_group(name, group) for name, group in self.groups.items()}
         if not recipes or len(assign(self._rules(recipes), paths)) < len(paths):
             recipes[REST] = self

@@ -51,7 +51,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_amounts("Cosine", warmup=self.warmup, final=float(self.final))
+        check_amounts("Cosine", warmup=self.warmup, final=fraction(self.final))
 
     def build(self, *, steps: int, peak: float = 1.0) -> Schedule:
         """Make the function `step -> learning rate`, which is an optax schedule.
@@ -108,7 +108,7 @@ class WSD:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_amounts("WSD", warmup=self.warmup, decay=self.decay, final=float(self.final))
+        check_amounts("WSD", warmup=self.warmup, decay=self.decay, final=fraction(self.final))
 
     def build(self, *, steps: int, peak: float = 1.0) -> Schedule:
         """Make the function `step -> learning rate`, which is an optax schedule.
@@ -148,11 +148,16 @@ def warm_up(given: int | float, steps: int) -> Callable[[Any], Any]:
 
 def total(steps: int) -> int:
     """Refuse a total that is none."""
-    if not isinstance(steps, numbers.Integral) or not 1 <= steps < 2**31:
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or not 1 <= steps < 2**31:
         raise ValueError(
             f"a schedule needs the total number of steps, an integer from 1 to 2**31 - 1; got steps={steps!r}"
         )
     return steps
+
+
+def fraction(value: Any) -> Any:
+    """Take 0 and 1 for the fractions 0.0 and 1.0, and anything else as it is."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def check_amounts(owner: str, **values: int | float) -> None:

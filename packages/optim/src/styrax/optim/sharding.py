@@ -45,7 +45,7 @@ def state_shardings(tx: Any, params: Any) -> Any:
     where = {path: getattr(leaf, "sharding", None) for path, leaf in leaves.items()}
     wrong = {path: s for path, s in where.items() if not isinstance(s, NamedSharding | SingleDeviceSharding)}
     if wrong:
-        lines = ["parameters without a NamedSharding (put arrays on a mesh, or give ShapeDtypeStruct one):"]
+        lines = ["parameters without a sharding (use jax.device_put, or give ShapeDtypeStruct one):"]
         raise ValueError("\n  ".join(lines + [f"{path}: {sharding}" for path, sharding in wrong.items()]))
     return follow(jax.eval_shape(tx.init, params), params, unflatten(params, where), _replicated(where))
 
@@ -72,6 +72,10 @@ def init(tx: Any, params: Any) -> Any:
         >>> init(optax.sgd(0.1, momentum=0.9), {"w": jnp.ones(2)})[0].trace
         {'w': Array([0., 0.], dtype=float32)}
     """
+    leaves = flatten(params).values()
+    if not any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves):
+        # On one device, and no more committed to it than the parameters: otherwise a first step is compiled twice.
+        return jax.jit(tx.init)(params)
     where = state_shardings(tx, params)
 
     def place(x: Any, sharding: Any) -> Any:

@@ -74,7 +74,7 @@ class ParamSpec:
         x = jnp.transpose(x, (*self.stack_axes, *self.in_axes, *self.out_axes))
         copies, inputs = math.prod(shape[axis] for axis in self.stack_axes), self.fan_in(shape)
         x = x.reshape(copies, inputs, self.heads, self.fan_out(shape) // self.heads)
-        return jnp.swapaxes(x, 1, 2).reshape(copies * self.heads, inputs, -1)
+        return jnp.swapaxes(x, 1, 2).reshape(copies * self.heads, inputs, self.fan_out(shape) // self.heads)
 
     def from_matrices(
         self, matrices: Shaped[Array, "stack inputs outputs"], shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class ParamSpec:
 
         order = (*self.stack_axes, *self.in_axes, *self.out_axes)
         inputs = matrices.shape[1]
-        x = matrices.reshape(-1, self.heads, inputs, matrices.shape[2])
+        x = matrices.reshape(matrices.shape[0] // self.heads, self.heads, inputs, matrices.shape[2])
         x = jnp.swapaxes(x, 1, 2).reshape([shape[axis] for axis in order])
         back = sorted(range(len(order)), key=order.__getitem__)
         return jnp.transpose(x, back)

@@ -134,5 +134,11 @@ def automatic(f: Callable[..., Any], arrays: tuple[Any, ...], like: Any) -> Any:
     where = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
     if not any(AxisType.Explicit in s.mesh.axis_types for s in jax.tree.leaves(where) if not s.mesh.empty):
         return f(*arrays)
+    lost = [s for s in jax.tree.leaves(where) if s.mesh.empty]
+    if lost:
+        raise UserError(
+            f"{len(lost)} arrays of the gradient or the optimizer's state lie on no mesh, the others on one with "
+            "explicit axes; make the state by styrax.optim.init(tx, params), and put all parameters on the mesh"
+        )
     on_automatic_axes: Any = jax.sharding.auto_axes(f, out_sharding=where)
     return on_automatic_axes(*arrays)

@@ -133,8 +133,24 @@ def mistakes(arguments: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """
     problems: list[str] = []
     for name, (annotation, value) in arguments.items():
+        before = len(problems)
         _value(annotation, value, name, problems, dataclasses.MISSING)
+        if len(problems) == before:  # what a file may say with a table, Python says with the class
+            problems += _tables_for_classes(annotation, value, name)
     return problems
+
+
+def _tables_for_classes(annotation: Any, value: Any, path: str) -> list[str]:
+    by_name = types.held(annotation)
+    if by_name and isinstance(value, Mapping):
+        found = [(f"{path}.{key}", item, by_name) for key, item in value.items()]
+    else:
+        found = [(path, value, types.tables(annotation))]
+    return [
+        f"{where}: expected {' or '.join(f'{cls.__name__}(...)' for cls in classes.values())}, got {literal(item)}"
+        for where, item, classes in found
+        if classes and isinstance(item, Mapping)
+    ]
 
 
 def plain(value: Any) -> Any:
@@ -198,6 +214,8 @@ def _value(annotation: Any, value: Any, path: str, problems: list[str], fallback
     for member in types.members(annotation):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin in (dict, Mapping) and isinstance(value, Mapping):
+            for key in value if args[0] is not str else ():
+                _leaf(args[0], key, f"{path}: key {key}" if path else f"key {key}", problems)
             return {
                 key: _value(args[1], item, _dot(path, key), problems, dataclasses.MISSING)
                 for key, item in value.items()

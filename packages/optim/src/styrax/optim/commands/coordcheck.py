@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from styrax.core import Policy, UsageError, UserError, registry
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f'--out {args.out}: a picture needs matplotlib; pip install "styrax-optim[plot]", or leave --out away'
         )
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {Path(args.out).parent}")
     make, sizes, axis = _plan(args, kind)
 
     from rich.console import Console
@@ -61,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
         found = coordinate_check(make, sizes, steps=args.steps, seeds=range(args.seeds), progress=progress)
     picture = args.out or ("coords.png" if drawable else None)
-    if picture:
-        found.plot(picture, axis=axis)
     if args.json:
         print(json.dumps(_report(args, found, axis, picture)))
     else:
         _show(args, found, axis, picture)
+    if picture:
+        found.plot(picture, axis=axis)
     return 0
 
 

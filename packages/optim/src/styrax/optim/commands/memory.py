@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             (
                 kind,
                 f"{t.bytes:,}",
-                f"{t.bytes / t.parameters:.2f}",
+                f"{t.bytes / t.parameters:.2f}" if t.parameters else "n/a",
                 "n/a" if t.device_bytes is None else f"{t.device_bytes:,}",
             )
             for kind, t in sorted(tables.items(), key=lambda item: item[1].bytes)

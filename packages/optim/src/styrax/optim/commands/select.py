@@ -22,15 +22,22 @@ class Chosen(NamedTuple):
     steps: int
 
 
+def positive(text: str) -> int:
+    """Read an integer of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer, 1 or more, got {text!r}")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("config", nargs="?", default="quickstart", help="a recipe or a TOML file (default: quickstart)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as optim={kind='muon'}")
     parser.add_argument(
-        "--vocab-size", type=int, default=32_768, metavar="N", help="tokens of the vocabulary (default: 32768)"
+        "--vocab-size", type=positive, default=32_768, metavar="N", help="tokens of the vocabulary (default: 32768)"
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="spread over the mesh of the config, on so many devices"
+        "--devices", type=positive, metavar="N", help="spread over the mesh of the config, on so many devices"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
