@@ -1,8 +1,9 @@
-"""An array whose sharding is its own: what the compiler learns on one side it does not carry to the other."""
+"""What JAX has no function for: arrays whose sharding is their own, and arrays that are to lie as others do."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,6 +30,45 @@ def barrier(x: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
     if getattr(jax.config, "jax_use_shardy_partitioner", True):
         return _primitive().bind(x)
     return jnp.concatenate([x[:1], x[1:]]) if x.shape[0] > 1 else x
+
+
+def alike(x: Shaped[Array, " ..."], y: Shaped[Array, " ..."]) -> Shaped[Array, " ..."]:
+    """Give `y`, which is to lie as `x`, of the same shape, lies, whatever the compiler decides for that.
+
+    Without Shardy, and mapped by `jax.vmap`, nothing is said about it.
+
+    Example:
+        >>> alike(jnp.arange(2), jnp.ones(2)).tolist()
+        [1.0, 1.0]
+    """
+    return _group().bind(x, y) if getattr(jax.config, "jax_use_shardy_partitioner", True) else y
+
+
+_GROUPS = itertools.count(1 << 20)
+"""Numbers of groups, far from those that JAX gives."""
+
+
+@functools.cache
+def _group() -> Any:
+    from jax.extend.core import Primitive
+    from jax.extend.mlir.dialects import sdy
+    from jax.interpreters import ad, batching, mlir
+
+    primitive = Primitive("sharding_group")
+    primitive.def_impl(lambda x, y: y)
+    primitive.def_abstract_eval(lambda x, y: y)
+
+    def lower(context: Any, x: Any, y: Any) -> list[Any]:
+        del context
+        number = next(_GROUPS)
+        for each in (x, y):
+            sdy.ShardingGroupOp(each, number)
+        return [y]
+
+    mlir.register_lowering(primitive, lower)
+    batching.primitive_batchers[primitive] = lambda arguments, axes: (arguments[1], axes[1])
+    ad.primitive_jvps[primitive] = lambda primals, tangents: (primitive.bind(*primals), tangents[1])
+    return primitive
 
 
 @functools.cache

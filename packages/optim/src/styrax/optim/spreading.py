@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from styrax.core.errors import UserError
 from styrax.core.mesh import dividing, over_copies
-from styrax.optim.barrier import barrier
+from styrax.optim.barrier import alike, barrier
 
 ANYHOW = PartitionSpec.UNCONSTRAINED
 
@@ -73,7 +72,7 @@ def spread(
             x = barrier(x[:copies])
             # As what was given, or each of several uses of it might move it for itself.
             like = isinstance(x, Tracer) and x.shape == arrays[0].shape
-            x = shard_alike(arrays[0], x)[1] if like else x
+            x = alike(arrays[0], x) if like else x
             return jax.lax.with_sharding_constraint(x, NamedSharding(used, PartitionSpec(*(ANYHOW,) * x.ndim)))
 
         given = [there(x, number < len(arrays) - home) for number, x in enumerate(arrays)]
