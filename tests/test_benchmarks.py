@@ -29,3 +29,14 @@ def test_optim_update_runs():
     assert done.returncode == 0, done.stderr
     for part in ("adamw / optax.adamw: ", "adam_mini: ", "stochastic", "soap, lines of the program: "):
         assert part in done.stdout
+
+
+@pytest.mark.slow
+def test_checkpoint_runs():
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "checkpoint.py", "--rounds", "1", "--quick"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for part in ("big: ", "small: ", "half: ", "looking at ", " saves of ", " goals met"):
+        assert part in done.stdout

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -118,3 +119,17 @@ def same():
                 assert repr(left) == repr(right)
 
     return check
+
+
+@pytest.fixture
+def look(capsys):
+    """Run `styrax checkpoint` in this process, as the command does; gives exit code, stdout and stderr."""
+    from styrax.core.cli import main
+
+    def run(*arguments):
+        code = main(["checkpoint", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return run

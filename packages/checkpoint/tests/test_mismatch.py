@@ -107,13 +107,13 @@ def test_what_cannot_be_saved_is_listed(store):
         "objects": np.array([object()]),
         "foreign": np.zeros(2, ">f4"),
         "record": np.zeros(2, [("a", "f4")]),
-        "bytes": b"x",
+        "set": bytearray(b"x"),
         "good": np.zeros(2),
     }
     with pytest.raises(CheckpointError) as caught:
         store.save(8, {"params": bad, "more": {"x": {1, 2}}, "keys": {frozenset(): np.zeros(1)}})
     text = str(caught.value)
-    for path in ("object", "abstract", "deleted", "text", "objects", "foreign", "record", "bytes"):
+    for path in ("object", "abstract", "deleted", "text", "objects", "foreign", "record", "set"):
         assert f"\n  params/{path}: " in text
     assert "params/good" not in text
     assert "\n  more/x: is set" in text

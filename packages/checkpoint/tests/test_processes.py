@@ -50,9 +50,9 @@ with CheckpointConfig(keep_last=2).build(directory) as store:
             np.testing.assert_array_equal(np.asarray(shard.data), (value + 3)[shard.index])
     # Process 0 alone fails behind: both are told.
     real = commit.seal
-    def broken(folder):
+    def broken(folder, names):
         raise OSError(28, "No space left on device")
-    commit.seal = broken
+    commit.seal = broken if index == 0 else real
     store.save(4, {"params": arrays(4)})
     try:
         store.wait()
@@ -61,7 +61,7 @@ with CheckpointConfig(keep_last=2).build(directory) as store:
     commit.seal = real
     # Process 1 alone cannot save: both are told, at once.
     try:
-        store.save(5, {"params": arrays(5), "bad": {"x": b"bytes" if index else np.zeros(1)}})
+        store.save(5, {"params": arrays(5), "bad": {"x": object() if index else np.zeros(1)}})
     except CheckpointError as error:
         print("told:", error)
     store.save(6, {"params": arrays(6)})
@@ -97,5 +97,5 @@ def test_two_processes(tmp_path, env):
             process.kill()
     for process, (output, errors) in zip(processes, outputs):
         assert process.returncode == 0 and output.endswith("done\n"), (output, errors[-3000:])
-    assert "step 4 cannot be written" in outputs[0][0] and "process 0 failed to save" in outputs[1][0]
-    assert "process 1 failed to save" in outputs[0][0] and "bad/x: is bytes" in outputs[1][0]
+    assert "step 4 cannot be written" in outputs[0][0] and "process 0 failed: the checkpoint of step 4 cannot be written" in outputs[1][0]
+    assert "process 1 failed: these cannot be saved:\n  bad/x" in outputs[0][0] and "bad/x: is object" in outputs[1][0]

@@ -6,7 +6,8 @@ Orbax lays out, writes and reshards; what counts as a checkpoint, and when, is d
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from styrax.checkpoint.errors import CheckpointError
 # Names that Orbax may treat in its own way, or that its own files have, get a dash in front.
 _PLAIN = re.compile(r"(?!(metrics|state|pytree|default|descriptor)$)[a-z][a-z0-9_]*")
 _LEAST_IN_FLIGHT = 512 * 2**20
+# Cheap to reshard from, at the price of buffers while writing; smaller arrays are one piece for each shard.
+_CHUNK, _CHUNKED_ABOVE = 64 * 2**20, 256 * 2**20
+_CHECK_EVERY = 0.5
 
 
 class Writing:
@@ -29,22 +33,36 @@ class Writing:
         items: Item -> flat dictionary of arrays, which must not change until `wait` returns. Arrays on
             accelerators are copied to the host before this returns.
         timeout: Seconds that the write may take.
+        compress: Whether to compress them (Zstandard).
     """
 
-    def __init__(self, directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: int) -> None:
+    def __init__(
+        self, directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: int, compress: bool = False
+    ) -> None:
         self._timeout = timeout
         context = _context(timeout)
+        context.array_options.saving.use_compression = compress
         with context:
             self._response = ocp.save_checkpointables_async(
                 str(directory), {item_name(name): dict(arrays) for name, arrays in items.items()}
             )
 
-    def wait(self) -> None:
-        """Return when everything is written, by all processes; raise what Orbax raised."""
-        try:
-            self._response.result(timeout=self._timeout)
-        except TimeoutError as error:
-            raise CheckpointError(f"Orbax did not finish within {self._timeout} s (timeout)") from error
+    def wait(self, check: Callable[[], None] = lambda: None) -> None:
+        """Return when everything is written, by all processes; raise what Orbax raised.
+
+        Args:
+            check: Called now and then; what it raises ends the wait.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            begin = time.monotonic()
+            try:
+                return self._response.result(timeout=_CHECK_EVERY)
+            except TimeoutError as error:
+                check()
+                now = time.monotonic()
+                if now > deadline or now - begin < _CHECK_EVERY / 2:  # too early for ours: it is one of Orbax's own
+                    raise CheckpointError(f"Orbax did not finish within {self._timeout} s (timeout)") from error
 
 
 def read(directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: int) -> dict[str, dict[str, Any]]:
@@ -90,9 +108,17 @@ def _context(timeout: int) -> Any:
     context = ocp.Context()
     context.array_options.saving.use_compression = False
     context.array_options.saving.enable_write_sharding_file = False
+    context.array_options.saving.scoped_storage_options_creator = _storage
     context.memory_options.deepcopy_host_arrays = False  # what we hand over is our own copy
     context.async_options.timeout_secs = timeout
     return context
+
+
+def _storage(key: Any, value: Any) -> Any:
+    part = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else value.shape
+    if _size(part) * value.dtype.itemsize <= _CHUNKED_ABOVE:
+        return None
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=_CHUNK)
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -11,20 +11,19 @@ stops at, a folder with a step's name is whole. The names begin with a dot:
 
 from __future__ import annotations
 
-import errno
+import concurrent.futures
 import os
 import re
 import secrets
-import shutil
 import signal
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from styrax.checkpoint import storage
 from styrax.checkpoint.manifest import FILE, File, Manifest, encode, step_name
 
-_OURS = re.compile(r"\.(staging|replaced|trash)-(\d{8,})-[0-9a-f]+")
-_CHUNK = 2**20
+_OURS = re.compile(r"\.(staging|replaced|trash|meeting)-(?:(\d{8,})-)?[0-9a-f]+")
+_SEALERS = 4
 
 
 def kill_point(name: str) -> None:
@@ -45,76 +44,79 @@ def staging(directory: Path, step: int, token: str | None = None) -> Path:
 
 
 def write_file(path: Path, data: bytes | memoryview) -> None:
-    """Write a file whose folder may not exist yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    """Write a file whose folder may not exist yet, in a folder that does."""
+    if not path.parent.is_dir():
+        storage.make_folder(path.parent)
+    storage.make_file(path, data)
 
 
-def seal(folder: Path) -> dict[str, File]:
-    """Bring every file of a folder to the disk, with its folders, and take its checksum.
+def contents(folder: Path) -> list[str]:
+    """List the files below a folder, by path relative to it, in order."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+
+
+def seal(folder: Path, names: Iterable[str] | None = None) -> dict[str, File]:
+    """Bring files of a folder to the disk, and take the size and digest of each.
 
     Args:
         folder: With everything in it but the manifest.
-
-    Returns:
-        Path relative to `folder` -> size and checksum.
+        names: Relative to `folder`; all by default.
     """
-    files, folders = {}, [folder]
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir():
-            folders.append(path)
-        else:
-            files[path.relative_to(folder).as_posix()] = checksum(path, sync=True)
+
+    def one(name: str) -> File:
+        path = folder / name
+        storage.sync_file(path)
+        size, text = storage.measure(path)
+        return File(size=size, digest=text)
+
+    chosen = contents(folder) if names is None else list(names)
+    if len(chosen) < 2:
+        return {name: one(name) for name in chosen}
+    with concurrent.futures.ThreadPoolExecutor(_SEALERS) as pool:
+        return dict(zip(chosen, pool.map(one, chosen)))
+
+
+def sync_folders(folder: Path) -> None:
+    """Bring the entries of a folder, and of all folders in it, to the disk."""
+    folders = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
     for path in reversed(folders):
-        sync(path)
-    return files
+        storage.sync_folder(path)
 
 
-def checksum(path: Path, *, sync: bool = False) -> File:
-    """Measure a file: its size and the CRC-32 of its bytes.
-
-    Args:
-        path: The file.
-        sync: Also bring it to the disk.
-    """
-    size = crc = 0
-    with path.open("rb", buffering=0) as handle:
-        while chunk := handle.read(_CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-        if sync:
-            os.fsync(handle.fileno())
-    return File(size=size, crc32=crc)
+def make_folders(folder: Path) -> None:
+    """Make a folder with those above it that are not there, and bring their entries to the disk."""
+    new = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(new):
+        storage.sync_folder(path.parent)
 
 
 def publish(folder: Path, manifest: Manifest) -> None:
     """Make a sealed folder the checkpoint of its step, in place of one that is there.
 
     Args:
-        folder: From `staging`, sealed.
+        folder: From `staging`, its files sealed.
         manifest: Of all its files.
     """
     directory, final = folder.parent, folder.parent / step_name(manifest.step)
     kill_point("before_manifest")
-    with (folder / FILE).open("wb") as handle:
-        handle.write(encode(manifest))
-        handle.flush()
-        os.fsync(handle.fileno())
-    sync(folder)
+    storage.make_file(folder / FILE, encode(manifest), sync=True)
+    sync_folders(folder)
     kill_point("after_manifest")
     kill_point("before_rename")
     replaced = None
     if final.exists():
         # `sweep` renames it back if this process ends before the new one has the name.
         replaced = final.with_name(f".replaced-{final.name}-{secrets.token_hex(8)}")
-        final.rename(replaced)
+        storage.rename(final, replaced)
         kill_point("mid_replace")
     try:
-        folder.rename(final)
+        storage.rename(folder, final)
     except OSError:
         if replaced is not None:
-            replaced.rename(final)
+            storage.rename(replaced, final)
         raise
-    sync(directory)
+    storage.sync_folder(directory)
     kill_point("after_rename")
     if replaced is not None:
         discard([replaced])
@@ -126,9 +128,9 @@ def retire(directory: Path, steps: Iterable[int]) -> None:
     for step in steps:
         name = step_name(step)
         doomed.append(directory / f".trash-{name}-{secrets.token_hex(8)}")
-        (directory / name).rename(doomed[-1])
+        storage.rename(directory / name, doomed[-1])
     if doomed:
-        sync(directory)
+        storage.sync_folder(directory)
         discard(doomed)
 
 
@@ -138,29 +140,22 @@ def discard(folders: Iterable[Path]) -> None:
         if os.environ.get("STYRAX_CHECKPOINT_KILL") == "mid_trash":
             next(path for path in sorted(folder.rglob("*.json")) if path.is_file()).unlink()
             kill_point("mid_trash")
-        shutil.rmtree(folder, ignore_errors=True)
+        storage.remove_tree(folder)
 
 
-def expired(
-    steps: Iterable[int], *, keep_last: int, keep_every: int | None, newest: int, damaged: Iterable[int] = ()
-) -> list[int]:
-    """Choose what to delete.
+def leftovers(directory: Path) -> dict[Path, bool]:
+    """Find what dead writers left in a folder, in order.
 
-    Args:
-        steps: All complete checkpoints.
-        keep_last: How many of the highest steps to keep.
-        keep_every: Also keep the steps that this divides.
-        newest: What was saved just now, kept even where later steps of a run that was rewound are there.
-        damaged: Steps that are not counted and not deleted.
-
-    Example:
-        >>> expired([2, 4, 6, 8, 10], keep_last=2, keep_every=4, newest=10)
-        [2, 6]
-        >>> expired([2, 4, 6, 8, 10], keep_last=2, keep_every=None, newest=4, damaged=[10])
-        [2]
+    Returns:
+        Path -> whether it is a whole checkpoint that has to get its name back.
     """
-    good = sorted(set(steps) - set(damaged))
-    return [s for s in good[:-keep_last] if s != newest and (keep_every is None or s % keep_every)]
+    found = {}
+    for path in sorted(directory.iterdir()):
+        match = _OURS.fullmatch(path.name)
+        if match is not None:
+            whole = match[1] == "replaced" and (path / FILE).is_file() and not (directory / match[2]).exists()
+            found[path] = whole
+    return found
 
 
 def sweep(directory: Path) -> list[str]:
@@ -169,26 +164,12 @@ def sweep(directory: Path) -> list[str]:
     Returns:
         The names of what was deleted or put back.
     """
-    found = {path: match for path in directory.iterdir() if (match := _OURS.fullmatch(path.name))}
-    doomed = []
-    for path, match in sorted(found.items()):
-        final = directory / match[2]
-        if match[1] == "replaced" and not final.exists() and (path / FILE).is_file():
-            path.rename(final)
-            sync(directory)
+    found = leftovers(directory)
+    for path, whole in found.items():
+        final = directory / path.name.split("-")[1]
+        if whole and not final.exists():
+            storage.rename(path, final)
+            storage.sync_folder(directory)
         else:
-            doomed.append(path)
-    discard(doomed)
-    return sorted(path.name for path in found)
-
-
-def sync(folder: Path) -> None:
-    """Bring a folder's entries to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such thing
-            raise
-    finally:
-        os.close(handle)
+            discard([path])
+    return [path.name for path in found]

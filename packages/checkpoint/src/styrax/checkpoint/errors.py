@@ -11,6 +11,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be written, read or trusted; the text says why and what to do."""
 
 
+class Damaged(CheckpointError):
+    """Bytes of a checkpoint are not those that were saved, or not there."""
+
+
 def sized(count: int) -> str:
     """Write a number of bytes for people.
 

@@ -1,9 +1,10 @@
-"""The record that makes a folder a checkpoint: what is in it, and the size and checksum of every file.
+"""The record that makes a folder a checkpoint: what is in it, and the digest of every leaf, shard and file.
 
 A checkpoint is `root/<step, 8 digits>/`:
 
     MANIFEST.json     this record, written last, with a checksum of itself
     orbax/            large arrays, an Orbax checkpoint that `orbax.checkpoint` reads by itself
+    orbax-zstd/       another one, with those of the items that are to be compressed
     aux/leaves.bin    small arrays, one after another
     aux/NAME.json     an item that is plain JSON
 
@@ -15,21 +16,37 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from styrax.checkpoint import digest
 from styrax.checkpoint.errors import CheckpointError
 
 FILE = "MANIFEST.json"
 LEAVES = "aux/leaves.bin"
 ARRAYS = "orbax"
-VERSION = 1
+COMPRESSED = "orbax-zstd"
+VERSION = 2
 
 _STEP = re.compile(r"\d{8,}")
-_DOCUMENT = re.compile(rb'\{"crc32":"([0-9a-f]{8})","body":(.*)\}\n', re.DOTALL)
+_DOCUMENT = re.compile(rb'\{"digest":"([0-9a-f]{32})","body":(.*)\}\n', re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A part of an array that one device held when it was saved.
+
+    Attributes:
+        start: Its first index on each axis.
+        stop: The index behind its last one on each axis.
+        digest: Of its bytes in C order.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +56,33 @@ class Leaf:
     Attributes:
         path: As `styrax.core.tree.flatten` writes it.
         kind: `array`; `scalar` (of numpy); `key` (typed random key, stored as its data); `python` (a number,
-            truth value or text).
+            truth value, text or bytes).
         shape: Of the array, of the stored data for a key.
         dtype: Its name, that of the stored data for a key, the type's name for `python`.
-        where: `orbax`, `packed` (in `aux/leaves.bin`) or `inline` (`value`, in the manifest).
+        where: `orbax` or `orbax-zstd`, `packed` (in `aux/leaves.bin`) or `inline` (`value`, in the manifest).
         impl: Of a key.
         offset: Of a packed leaf, in bytes.
-        crc32: Of a packed leaf's bytes.
-        value: Of an inline leaf; a complex number as two, a float that JSON lacks as text.
+        digest: Of its bytes in C order; `None` if inline, or if no process held the whole of it.
+        shards: Of an array that was laid out over several devices: the parts, without copies.
+        value: Of an inline leaf; a complex number as two, a float that JSON lacks and bytes as text.
     """
 
     path: str
     kind: Literal["array", "scalar", "key", "python"]
     shape: tuple[int, ...] = ()
     dtype: str
-    where: Literal["orbax", "packed", "inline"]
+    where: Literal["orbax", "orbax-zstd", "packed", "inline"]
     nbytes: int = 0
     impl: str | None = None
     offset: int | None = None
-    crc32: int | None = None
+    digest: str | None = None
+    shards: tuple[Shard, ...] = ()
     value: Any = None
+
+    @property
+    def in_orbax(self) -> bool:
+        """Whether Orbax holds it."""
+        return self.where in (ARRAYS, COMPRESSED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +90,13 @@ class Item:
     """A named part of a checkpoint.
 
     Attributes:
-        kind: `tree` (of arrays) or `json`.
+        kind: `tree` (of arrays), `json`, or `iterator` (its state, as JSON).
         leaves: Of a tree, in jax's order.
         structure: Of a tree: how its containers nest, see `styrax.checkpoint.structure`.
         file: Of JSON, relative to the checkpoint.
     """
 
-    kind: Literal["tree", "json"]
+    kind: Literal["tree", "json", "iterator"]
     leaves: tuple[Leaf, ...] = ()
     structure: Any = None
     file: str | None = None
@@ -88,7 +112,7 @@ class File:
     """A file of a checkpoint, as it was written."""
 
     size: int
-    crc32: int
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +125,8 @@ class Manifest:
         items: By name.
         files: By path relative to the checkpoint, the manifest itself excepted.
         writer: Versions, host and process that wrote it.
+        metrics: What was measured at that step, for `keep_best` and for people.
+        temporary: It goes when the next one is saved.
     """
 
     step: int
@@ -108,6 +134,8 @@ class Manifest:
     items: Mapping[str, Item]
     files: Mapping[str, File]
     writer: Mapping[str, Any]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    temporary: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -168,10 +196,12 @@ def encode(manifest: Manifest) -> bytes:
         "created": manifest.created,
         "writer": dict(manifest.writer),
         "items": {name: _plain(item) for name, item in manifest.items.items()},
-        "files": {name: [file.size, f"{file.crc32:08x}"] for name, file in manifest.files.items()},
+        "files": {name: [file.size, file.digest] for name, file in manifest.files.items()},
+        "metrics": {name: repr(value) for name, value in manifest.metrics.items()},  # JSON has no infinity
+        "temporary": manifest.temporary,
     }
     body = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
-    return b'{"crc32":"%08x","body":%b}\n' % (zlib.crc32(body), body)
+    return b'{"digest":"%b","body":%b}\n' % (digest.of(body).encode(), body)
 
 
 def read_manifest(checkpoint: str | Path) -> Manifest:
@@ -191,13 +221,15 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{FILE}: cannot be read ({error.strerror})") from error
     found = _DOCUMENT.fullmatch(data)
-    if found is None or zlib.crc32(found[2]) != int(found[1], 16):
-        raise CheckpointError(f"{FILE}: damaged, its checksum does not fit")
+    if found is None and data.startswith(b'{"crc32":'):
+        raise CheckpointError(f"{FILE}: of a styrax-checkpoint that was never released, it cannot be read any more")
+    if found is None or digest.of(found[2]) != found[1].decode():
+        raise CheckpointError(f"{FILE}: damaged, its digest does not fit")
     record = json.loads(found[2])
-    if record.get("format") != "styrax.checkpoint" or not 1 <= record["version"] <= VERSION:
+    if record.get("format") != "styrax.checkpoint" or record["version"] != VERSION:
         raise CheckpointError(
             f"{FILE}: format {record.get('format')!r} version {record.get('version')!r}, expected "
-            f"'styrax.checkpoint' up to {VERSION}; a newer styrax-checkpoint may read it"
+            f"'styrax.checkpoint' version {VERSION}; a newer styrax-checkpoint may read it"
         )
     if checkpoint.name.isdigit() and int(checkpoint.name) != record["step"]:
         raise CheckpointError(f"{FILE}: says step {record['step']}, the folder {checkpoint.name}")
@@ -209,20 +241,32 @@ def read_manifest(checkpoint: str | Path) -> Manifest:
         created=record["created"],
         writer=record["writer"],
         items={name: _item(item) for name, item in record["items"].items()},
-        files={name: File(size=size, crc32=int(crc, 16)) for name, (size, crc) in record["files"].items()},
+        files={name: File(size=size, digest=text) for name, (size, text) in record["files"].items()},
+        metrics={name: float(text) for name, text in record["metrics"].items()},
+        temporary=record["temporary"],
     )
 
 
 def _plain(item: Item) -> dict[str, Any]:
-    if item.kind == "json":
-        return {"kind": "json", "file": item.file}
-    leaves = [
-        {f.name: value for f in dataclasses.fields(leaf) if (value := getattr(leaf, f.name)) != f.default}
-        for leaf in item.leaves
-    ]
-    return {"kind": "tree", "structure": item.structure, "leaves": leaves}
+    if item.kind != "tree":
+        return {"kind": item.kind, "file": item.file}
+    return {"kind": "tree", "structure": item.structure, "leaves": [_leaf_record(leaf) for leaf in item.leaves]}
+
+
+def _leaf_record(leaf: Leaf) -> dict[str, Any]:
+    record = {f.name: value for f in dataclasses.fields(leaf) if (value := getattr(leaf, f.name)) != f.default}
+    if leaf.shards:
+        record["shards"] = [[shard.start, shard.stop, shard.digest] for shard in leaf.shards]
+    return record
 
 
 def _item(record: dict[str, Any]) -> Item:
-    leaves = [Leaf(**{**leaf, "shape": tuple(leaf.get("shape", ()))}) for leaf in record.get("leaves", ())]
-    return Item(kind=record["kind"], leaves=tuple(leaves), structure=record.get("structure"), file=record.get("file"))
+    leaves = tuple(_leaf(leaf) for leaf in record.get("leaves", ()))
+    return Item(kind=record["kind"], leaves=leaves, structure=record.get("structure"), file=record.get("file"))
+
+
+def _leaf(record: dict[str, Any]) -> Leaf:
+    shards = tuple(
+        Shard(start=tuple(start), stop=tuple(stop), digest=text) for start, stop, text in record.get("shards", ())
+    )
+    return Leaf(**{**record, "shape": tuple(record.get("shape", ())), "shards": shards})

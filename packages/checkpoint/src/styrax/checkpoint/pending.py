@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from styrax.checkpoint.errors import CheckpointError
+
 # From CPython 3.12.0 to 3.12.1 no thread can start once the main thread has ended, hook or not.
 THREADS_OUTLIVE_MAIN = hasattr(threading, "_register_atexit") and not (3, 12, 0) <= sys.version_info < (3, 12, 2)
 
@@ -47,9 +49,15 @@ class Save:
             _unfinished.discard(self)
             raise
 
-    def result(self) -> None:
-        """Wait, then raise what went wrong, once."""
-        self._thread.join()
+    def result(self, timeout: float | None = None) -> None:
+        """Wait, then raise what went wrong, once.
+
+        Raises:
+            TimeoutError: It takes longer than `timeout` seconds; it goes on.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError
         _unfinished.discard(self)
         error, self.error = self.error, None
         if error is not None:
@@ -73,6 +81,52 @@ class Save:
             _unfinished.discard(self)
         finally:
             self._work = _nothing  # frees the copied arrays
+
+
+class Ticket:
+    """What `Store.save` gives: one save, which may still be going on.
+
+    Args:
+        step: The step.
+        save: The save; `None` if it is over, or was skipped.
+        skipped: Whether nothing is saved, because another save was going on (`on_busy="skip"`).
+
+    Attributes:
+        step: The step.
+        skipped: See above.
+    """
+
+    def __init__(self, step: int, save: Save | None = None, *, skipped: bool = False) -> None:
+        self.step, self.skipped = step, skipped
+        self._save = save
+
+    def staged(self) -> None:
+        """Return when the arrays may be donated, changed or deleted: `save` has seen to that before it returned."""
+
+    def committed(self, timeout: float | None = None) -> None:
+        """Return when the checkpoint is whole and on the disk.
+
+        Args:
+            timeout: Seconds to wait at most; without end by default.
+
+        Raises:
+            CheckpointError: It cannot be written (raised once, here or by the next call of the store), it was
+                skipped, or it takes longer than `timeout`; it goes on then.
+        """
+        if self.skipped:
+            raise CheckpointError(f"step {self.step} was skipped (on_busy): another save was going on")
+        if self._save is not None:
+            try:
+                self._save.result(timeout)
+            except TimeoutError:
+                raise CheckpointError(
+                    f"step {self.step} is not written after {timeout} s; it goes on, ask again"
+                ) from None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is going on any more, well or not."""
+        return self._save is None or not self._save.running
 
 
 def _nothing() -> None:

@@ -1,188 +1,150 @@
-"""From a manifest and what the caller wants to the caller's tree, exactly or not at all."""
+"""Reading what a plan says, with every leaf's bytes compared with their digest."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import json
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from styrax.checkpoint import structure
-from styrax.checkpoint.errors import CheckpointError
-from styrax.checkpoint.manifest import ARRAYS, LEAVES, File, Item, Leaf, Manifest, leaf_name
-from styrax.checkpoint.snapshot import is_json, orbax_name
-from styrax.core import nearest, tree
-
-_EMPTY = [File(size=len(text), crc32=zlib.crc32(text)) for text in (b"{}", b"[]", b"null")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a leaf is to be restored as.
-
-    Attributes:
-        form: `jax` array, `numpy` array, numpy `scalar`, `python` scalar, or `saved`: as it was saved, on the host.
-        shape: Or `None` if not said.
-        dtype: Its name (that of a key's own type, such as `key<fry>`), or `None` if not said.
-        sharding: Of a jax array, or `None` for the default device.
-    """
-
-    form: Literal["jax", "numpy", "scalar", "python", "saved"]
-    shape: tuple[int, ...] | None = None
-    dtype: str | None = None
-    sharding: Any = None
+from styrax.checkpoint import digest, structure
+from styrax.checkpoint.errors import Damaged
+from styrax.checkpoint.items import is_iterator, is_module, mine, state_of, with_state
+from styrax.checkpoint.manifest import LEAVES, Leaf, leaf_name
+from styrax.checkpoint.plan import Entry, Plan, Wanted
+from styrax.checkpoint.snapshot import orbax_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything that a restore will read, already checked against the manifest."""
-
-    manifest: Manifest
-    like: Mapping[str, Any]
-    trees: Mapping[str, tuple[tuple[Leaf, Wanted], ...]]
-
-
-def plan(manifest: Manifest, like: Mapping[str, Any], directory: Path) -> Plan:
-    """Fit what is wanted to what there is.
+def read(checkpoint: Path, plan: Plan, *, timeout: int, verify: bool, index: int = 0, count: int = 1) -> dict[str, Any]:
+    """Read what a plan says; nothing that was handed over is changed.
 
     Args:
-        manifest: Of the checkpoint.
-        like: Item -> tree of abstract leaves, or `None`.
-        directory: Of the checkpoints, for the error text.
-
-    Raises:
-        CheckpointError: An item or leaf is missing or too many, or a shape, dtype or kind differs; all are
-            listed by path.
-    """
-    problems: list[str] = []
-    trees: dict[str, tuple[tuple[Leaf, Wanted], ...]] = {}
-    for name, value in like.items():
-        item = manifest.items.get(name)
-        if item is None:
-            near = nearest(str(name), manifest.items)
-            problems.append(f"item {name!r}: not in the checkpoint{near or ', it has ' + _names(manifest)}")
-        elif item.kind == "tree":
-            trees[name] = tuple(_fit(name, item, value, problems))
-        elif not (value is None or is_json(value)):
-            # An empty container of another kind than dict and list is wanted, and {} was saved: they agree.
-            if manifest.files[str(item.file)] not in _EMPTY or tree.flatten(value):
-                problems.append(f"item {name!r}: is plain JSON in the checkpoint; ask for it with None")
-            trees[name] = ()
-    if problems:
-        head = f"step {manifest.step} in {directory} is not what was asked for, {len(problems)} difference(s):"
-        tail = "Nothing is cast, filled in or left out: ask for what was saved (None gives an item as it is)"
-        raise CheckpointError("\n  ".join([head, *problems]) + f"\n{tail}")
-    return Plan(manifest=manifest, like=like, trees=trees)
-
-
-def read(checkpoint: Path, plan: Plan, *, timeout: int) -> dict[str, Any]:
-    """Read what a plan says.
-
-    Args:
-        checkpoint: The folder of the step, its files verified as far as wanted.
+        checkpoint: The folder of the step.
         plan: From `plan`.
         timeout: Seconds for Orbax's waits.
+        verify: Compare the arrays that Orbax read with their digests, as far as they are on this host.
+        index: Number of this process, for the position of an iterator.
+        count: How many processes there are.
+
+    Returns:
+        Item -> value; of an iterator, what its `set_state` takes; of a module, the tree of its variables.
 
     Raises:
-        CheckpointError: A leaf's bytes are not those that were saved.
+        Damaged: Bytes are not those that were saved.
     """
     import jax
 
-    large = {
-        name: {orbax_name(leaf.path): _for_orbax(leaf, want) for leaf, want in leaves if leaf.where == "orbax"}
-        for name, leaves in plan.trees.items()
-    }
-    large = {name: leaves for name, leaves in large.items() if leaves}
-    found: dict[str, dict[str, Any]] = {}
-    if large:
+    wanted = plan.leaves()
+    found: dict[tuple[str, str], Any] = {}
+    for folder in sorted({leaf.where for leaves in wanted.values() for leaf, _ in leaves if leaf.in_orbax}):
         from styrax.checkpoint import arrays
 
-        found = arrays.read(checkpoint / ARRAYS, large, timeout=timeout)
+        likes = {
+            name: {orbax_name(leaf.path): _for_orbax(leaf, want) for leaf, want in leaves if leaf.where == folder}
+            for name, leaves in wanted.items()
+        }
+        got = arrays.read(checkpoint / folder, {name: each for name, each in likes.items() if each}, timeout=timeout)
+        for name, leaves in wanted.items():
+            found |= {
+                (name, leaf.path): got[name].pop(orbax_name(leaf.path)) for leaf, _ in leaves if leaf.where == folder
+            }
+    if verify:
+        bad = [
+            leaf_name(name, leaf.path)
+            for name, leaves in wanted.items()
+            for leaf, _ in leaves
+            if leaf.in_orbax and not right(leaf, found[name, leaf.path])
+        ]
+        if bad:
+            raise Damaged(f"these leaves are not what was saved: {', '.join(bad)}")
     result = {}
     for name, value in plan.like.items():
-        item = plan.manifest.items[name]
-        if item.kind == "json" and name not in plan.trees:
-            result[name] = json.loads((checkpoint / str(item.file)).read_bytes())
+        if name not in plan.trees:
+            item = plan.manifest.items[name]
+            text = (checkpoint / str(item.file)).read_bytes()
+            result[name] = mine(text, index=index, count=count) if item.kind == "iterator" else json.loads(text)
             continue
-        data = _packed(checkpoint, name, plan.trees[name])
-        for leaf, _ in plan.trees[name]:
-            if leaf.where == "orbax":
-                data[leaf.path] = found[name].pop(orbax_name(leaf.path))
-        values = _place([(leaf, want, data.get(leaf.path)) for leaf, want in plan.trees[name]])
+        found |= {(name, path): data for path, data in _packed(checkpoint, name, wanted[name]).items()}
+        entries = [
+            (entry, None if entry.leaf is None else found.pop((name, entry.leaf.path), None))
+            for entry in plan.trees[name]
+        ]
+        values = _place(entries)
         if value is None:
-            result[name] = structure.rebuild(item.structure, values)
+            gone = {number for number, entry in enumerate(plan.trees[name]) if entry.leaf is None}
+            result[name] = structure.rebuild(plan.manifest.items[name].structure, values, without=gone)
+        elif is_iterator(value):
+            result[name] = value.get_state()  # it is not in the checkpoint and stays where it is
         else:
-            result[name] = jax.tree.unflatten(jax.tree.structure(value), values)
+            result[name] = jax.tree.unflatten(jax.tree.structure(state_of(value)), values)
     return result
 
 
-def _fit(name: str, item: Item, like: Any, problems: list[str]) -> list[tuple[Leaf, Wanted]]:
-    if like is None:
-        return [(leaf, Wanted(form="saved")) for leaf in item.leaves]
-    saved = {leaf.path: leaf for leaf in item.leaves}
-    try:
-        asked = tree.flatten(like)
-    except ValueError as error:
-        problems.append(f"{name}: {error}")
-        return []
-    extra = [path for path in saved if path not in asked]
-    pairs = []
-    for path, value in asked.items():
-        want = _want(value)
-        if path not in saved:
-            problems.append(f"{leaf_name(name, path)}: missing from the checkpoint{nearest(path, extra)}")
-        elif want is None:
-            problems.append(f"{leaf_name(name, path)}: {type(value).__name__} does not say what to restore it as")
-        else:
-            problems += [f"{leaf_name(name, path)}: {text}" for text in _differences(saved[path], want)]
-            pairs.append((saved[path], want))
-    problems += [f"{leaf_name(name, path)}: in the checkpoint, not asked for" for path in extra]
-    return pairs
+def settle(result: dict[str, Any], like: Mapping[str, Any], *, in_place: bool) -> dict[str, Any]:
+    """Put positions into iterators and variables into modules, when everything has been read.
+
+    Args:
+        result: From `read`.
+        like: What was asked for.
+        in_place: Change the modules of `like` themselves.
+    """
+    for name, value in like.items():
+        if is_iterator(value):
+            value.set_state(result[name])
+            result[name] = value
+    for name, value in like.items():
+        if is_module(value):
+            result[name] = with_state(value, result[name], in_place=in_place)
+    return result
 
 
-def _want(leaf: Any) -> Wanted | None:
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        form = "scalar" if isinstance(leaf, np.generic) else "numpy"
-        return Wanted(form=form, shape=leaf.shape, dtype=leaf.dtype.name)
-    if type(leaf) in (bool, int, float, complex, str):
-        return Wanted(form="python", dtype=type(leaf).__name__)
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        sharding = getattr(leaf, "sharding", None)
-        return Wanted(form="jax", shape=tuple(leaf.shape), dtype=_dtype_name(leaf.dtype), sharding=sharding)
-    return None
+def digests_suffice(plan: Plan) -> bool:
+    """Tell whether every array that Orbax will read can be compared with its digest where it comes to lie."""
+    return all(_checkable(leaf, want) for leaves in plan.leaves().values() for leaf, want in leaves if leaf.in_orbax)
 
 
-def _differences(leaf: Leaf, want: Wanted) -> list[str]:
-    if (leaf.kind == "python") != (want.form == "python"):
-        there = f"a Python {leaf.dtype}" if leaf.kind == "python" else f"{leaf.dtype}{list(leaf.shape)}"
-        asked = f"a Python {want.dtype}" if want.form == "python" else f"{want.dtype}{list(want.shape or ())}"
-        return [f"{there} in the checkpoint, {asked} asked for"]
-    import jax
+def _checkable(leaf: Leaf, want: Wanted) -> bool:
+    if want.form != "jax":
+        return bool(leaf.digest or leaf.shards)
+    sharding = want.sharding or default_sharding()
+    if not all(device.platform == "cpu" for device in sharding.device_set):
+        return False
+    boxes = {_box(index, leaf.shape) for index in sharding.addressable_devices_indices_map(leaf.shape).values()}
+    return boxes <= _saved(leaf).keys()
 
-    texts = []
-    shape, dtype = leaf.shape, leaf.dtype
-    if leaf.kind == "key":
-        wrap = functools.partial(jax.random.wrap_key_data, impl=leaf.impl)
-        keys = jax.eval_shape(wrap, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        shape, dtype = keys.shape, str(keys.dtype)
-    if want.form != "python" and shape != want.shape:
-        texts.append(f"shape {list(shape)} in the checkpoint, {list(want.shape or ())} asked for")
-    if dtype != want.dtype:
-        texts.append(f"dtype {dtype} in the checkpoint, {want.dtype} asked for")
-    elif want.form == "jax" and jax.dtypes.canonicalize_dtype(np.dtype(leaf.dtype)) != np.dtype(leaf.dtype):
-        texts.append(f"jax would cast {dtype}: set jax_enable_x64, or ask for a numpy array")
-    if not texts and want.sharding is not None:
-        try:
-            want.sharding.shard_shape(shape)
-        except ValueError as error:
-            texts.append(f"shape {list(shape)} cannot be laid out as asked: {error}")
-    return texts
+
+def _saved(leaf: Leaf) -> dict[Any, str]:
+    """Give the parts whose digests are known."""
+    found = {(shard.start, shard.stop): shard.digest for shard in leaf.shards}
+    if leaf.digest:
+        found[(0,) * len(leaf.shape), leaf.shape] = leaf.digest
+    return found
+
+
+def right(leaf: Leaf, data: Any) -> bool:
+    """Compare what is on this host with its digests, as far as parts are alike."""
+    saved = _saved(leaf)
+    if isinstance(data, np.ndarray):
+        return all(
+            digest.of(data[tuple(slice(*bounds) for bounds in zip(start, stop))]) == text
+            for (start, stop), text in saved.items()
+        )
+    for shard in data.addressable_shards:
+        text = saved.get(_box(shard.index, leaf.shape))
+        on_cpu = shard.device.platform == "cpu"
+        if text is not None and on_cpu and shard.replica_id == 0 and digest.of(np.asarray(shard.data)) != text:
+            return False
+    return True
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    bounds = [part.indices(size) for part, size in zip(index, shape)]
+    return tuple(start for start, _, _ in bounds), tuple(stop for _, stop, _ in bounds)
 
 
 def _for_orbax(leaf: Leaf, want: Wanted) -> Any:
@@ -190,13 +152,13 @@ def _for_orbax(leaf: Leaf, want: Wanted) -> Any:
 
     from styrax.checkpoint import arrays
 
-    if want.form == "jax":
-        sharding = want.sharding or _default_sharding()
-        return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
-    return arrays.numpy_like(leaf.shape, np.dtype(leaf.dtype))
+    dtype = np.dtype(leaf.dtype)
+    if want.form == "jax" and jax.dtypes.canonicalize_dtype(dtype) == dtype:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=want.sharding or default_sharding())
+    return arrays.numpy_like(leaf.shape, dtype)  # also what jax would cast: it is cast by us, if at all
 
 
-def _packed(checkpoint: Path, name: str, leaves: tuple[tuple[Leaf, Wanted], ...]) -> dict[str, Any]:
+def _packed(checkpoint: Path, name: str, leaves: Collection[tuple[Leaf, Wanted]]) -> dict[str, Any]:
     found, bad = {}, []
     file = checkpoint / LEAVES
     with contextlib.ExitStack() as stack:
@@ -206,29 +168,35 @@ def _packed(checkpoint: Path, name: str, leaves: tuple[tuple[Leaf, Wanted], ...]
             if leaf.nbytes:
                 handle = handle or stack.enter_context(file.open("rb"))
                 handle.seek(leaf.offset or 0)
-                if handle.readinto(data.data) != leaf.nbytes or zlib.crc32(data.data) != leaf.crc32:
+                if handle.readinto(data.data) != leaf.nbytes or digest.of(data.data) != leaf.digest:
                     bad.append(leaf_name(name, leaf.path))
             found[leaf.path] = data.view(np.dtype(leaf.dtype)).reshape(leaf.shape)
     if bad:
-        raise CheckpointError(f"{file} is damaged, these leaves are not what was saved: {', '.join(bad)}")
+        raise Damaged(f"{file} is damaged, these leaves are not what was saved: {', '.join(bad)}")
     return found
 
 
-def _place(leaves: list[tuple[Leaf, Wanted, Any]]) -> list[Any]:
+def _place(leaves: list[tuple[Entry, Any]]) -> list[Any]:
     """Turn what was read into what was asked for; all that goes to this host's devices in one transfer."""
     import jax
 
     default = None
     values, placed = [], {}
-    for number, (leaf, want, data) in enumerate(leaves):
+    for number, (entry, data) in enumerate(leaves):
+        leaf, want = entry.leaf, entry.want
+        if leaf is None:
+            values.append(entry.value)
+            continue
         if leaf.kind == "python":
             values.append(_scalar(leaf))
             continue
         assert isinstance(data, (jax.Array, np.ndarray)), f"{leaf.path}: nothing was read"
         assert (data.shape, data.dtype.name) == (leaf.shape, leaf.dtype), f"{leaf.path}: got {data.dtype}{data.shape}"
         if want.form == "jax" and want.sharding is None and default is None:
-            default = _default_sharding()  # not before it is needed: this starts jax's devices
+            default = default_sharding()  # not before it is needed: this starts jax's devices
         sharding = (want.sharding or default) if want.form == "jax" else None
+        if want.dtype is not None and leaf.kind != "key" and want.dtype != leaf.dtype:
+            data = data.astype(np.dtype(want.dtype))
         if sharding is not None and isinstance(data, np.ndarray) and not sharding.is_fully_addressable:
             data = jax.make_array_from_callback(data.shape, sharding, functools.partial(_part, data))
         if leaf.kind == "key":
@@ -249,7 +217,8 @@ def _part(data: np.ndarray, index: Any) -> np.ndarray:
     return data[index]
 
 
-def _default_sharding() -> Any:
+def default_sharding() -> Any:
+    """Give the layout of an array that nothing is said about: one device."""
     import jax
 
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -259,17 +228,8 @@ def _default_sharding() -> Any:
 
 
 def _scalar(leaf: Leaf) -> Any:
-    kinds = {"bool": bool, "int": int, "float": float, "str": str}
+    kinds = {"bool": bool, "int": int, "float": float, "str": str, "bytes": base64.b64decode}
     if leaf.dtype == "complex":
         real, imaginary = leaf.value
         return complex(float(real), float(imaginary))
     return kinds[leaf.dtype](leaf.value)
-
-
-def _dtype_name(dtype: Any) -> str:
-    # A typed key's dtype is no numpy dtype, and its text names the implementation.
-    return np.dtype(dtype).name if isinstance(dtype, (np.dtype, type, str)) else str(dtype)
-
-
-def _names(manifest: Manifest) -> str:
-    return ", ".join(map(repr, manifest.items)) or "none"

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import os
-import secrets
-import shutil
-import socket
+import logging
 import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-from styrax.checkpoint import commit, processes, restore, snapshot
+from styrax.checkpoint import commit, processes
 from styrax.checkpoint.config import CheckpointConfig
 from styrax.checkpoint.errors import CheckpointError, explain
 from styrax.checkpoint.lock import Lock
-from styrax.checkpoint.manifest import (
-    ARRAYS,
-    FILE,
-    LEAVES,
-    Manifest,
-    list_incomplete,
-    list_steps,
-    read_manifest,
-    step_name,
-)
-from styrax.checkpoint.pending import THREADS_OUTLIVE_MAIN, Save
-from styrax.checkpoint.verify import Stamp, verify
+from styrax.checkpoint.manifest import read_manifest, step_name
+from styrax.checkpoint.pending import Save, Ticket
+from styrax.checkpoint.reading import Reader
+from styrax.checkpoint.retention import Kept, expired
+from styrax.checkpoint.saving import Writer
 
-_ATTEMPTS = 3
+_log = logging.getLogger(__name__)
 
 
-class Store:
+class Store(Reader):
     """Checkpoints of one run in one folder: saved in the background, listed only when whole, verified when read.
 
     Use it in a `with` block, or call `close`. With several processes, all of them make the same calls in the
@@ -45,10 +32,12 @@ class Store:
         directory: The folder; made if missing, unless `read_only`.
         config: What to keep and how to verify; the defaults if not given.
         read_only: Only restore: take no lock and change nothing.
+        on_committed: Called with step and folder of each new checkpoint, in the background, on process 0.
+        protected: Called before older ones are deleted, for steps that have to stay.
 
     Attributes:
         directory: The folder.
-        skipped: Steps that `latest` passed over, and why.
+        skipped: Steps that `latest` or `resume` passed over, and why.
 
     Raises:
         CheckpointError: The folder cannot be used, or another process saves there.
@@ -57,23 +46,32 @@ class Store:
         >>> import tempfile, numpy as np
         >>> folder = tempfile.mkdtemp()
         >>> with Store(folder) as store:
-        ...     store.save(10, {"params": {"w": np.ones(3)}, "run": {"note": "first"}})
+        ...     ticket = store.save(10, {"params": {"w": np.ones(3)}, "run": {"note": "first"}})
+        ...     ticket.committed()
         >>> store = Store(folder, read_only=True)
         >>> store.latest(), store.restore(10, {"params": None})
         (10, {'params': {'w': array([1., 1., 1.])}})
     """
 
     def __init__(
-        self, directory: str | Path, config: CheckpointConfig | None = None, *, read_only: bool = False
+        self,
+        directory: str | Path,
+        config: CheckpointConfig | None = None,
+        *,
+        read_only: bool = False,
+        on_committed: Callable[[int, Path], None] | None = None,
+        protected: Callable[[], Iterable[int]] | None = None,
     ) -> None:
-        self.directory = Path(directory).expanduser().absolute()
-        self.skipped: dict[int, list[str]] = {}
-        self._config = config or CheckpointConfig()
+        super().__init__(directory, config)
         self._read_only = read_only
+        self._on_committed, self._protected = on_committed, protected
         self._closed = False
         self._lock: Lock | None = None
         self._save: Save | None = None
-        self._trusted: dict[Path, Stamp] = {}
+        self._saves = 0
+        self._previous: processes.Channel | None = None
+        self._known: dict[int, tuple[Any, Kept]] = {}
+        self._last_save = time.monotonic()
         if read_only:
             if not self.directory.is_dir():
                 raise CheckpointError(
@@ -83,9 +81,7 @@ class Store:
         error = None
         if processes.first():
             try:
-                if not self.directory.is_dir():
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                    commit.sync(self.directory.parent)
+                commit.make_folders(self.directory)
                 self._lock = Lock(self.directory)
                 commit.sweep(self.directory)
             except (OSError, CheckpointError) as raised:
@@ -93,18 +89,37 @@ class Store:
                 if self._lock is not None:
                     self._lock.release()
         processes.agree(error)
+        self._group = processes.Group(self.directory)
+        self._main = self._group.channel("main", self._config.timeout)
 
-    def save(self, step: int, items: Mapping[str, Any]) -> None:
+    def due(self, step: int) -> Literal["lasting", "temporary"] | None:
+        """Tell whether a checkpoint is due when `step` steps are done, and which kind.
+
+        With `minutes` set and several processes, they agree on the time; so all have to ask.
+        """
+        if self._config.should_save(step):
+            return "lasting"
+        if self._config.minutes is None:
+            return None
+        late = time.monotonic() - self._last_save >= 60 * self._config.minutes
+        return "temporary" if self._main.share("late" if late else "") else None
+
+    def save(
+        self, step: int, items: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None, temporary: bool = False
+    ) -> Ticket:
         """Save named items as the checkpoint of a step, in place of one that is there.
 
-        Returns when the arrays may be donated, changed or deleted; writing goes on in the background, one
-        save at a time: a second one waits for the first. The new checkpoint is listed once it is whole and on
-        the disk; then those that `keep_last` and `keep_every` do not keep are deleted.
+        Returns when the arrays may be donated, changed or deleted; writing goes on in the background, one save at
+        a time: see `on_busy`. The new checkpoint is listed once it is whole and on the disk; then those are deleted
+        that nothing keeps (`keep_last`, `keep_every`, `keep_best`).
 
         Args:
             step: At least 0.
             items: Name -> item. An item is a tree of arrays (numpy, jax, typed random keys, numpy and Python
-                scalars), or plain JSON: dictionaries with text keys, lists, texts, numbers, truth values, `None`.
+                scalars, texts, bytes), an `nnx` module or optimizer, an iterator with `get_state` and `set_state`,
+                or plain JSON: dictionaries with text keys, lists, texts, numbers, truth values, `None`.
+            metrics: Name -> number, written into the manifest.
+            temporary: It goes when the next one is saved.
 
         Raises:
             CheckpointError: Something in `items` cannot be saved (all is listed by path), the store is closed
@@ -113,120 +128,55 @@ class Store:
         self._writable()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"step: expected an integer, 0 or more, got {step!r}")
+        numbers_ = _numbers(metrics or {})
+        if self._config.on_busy != "wait" and self._busy():
+            if self._config.on_busy == "error":
+                raise CheckpointError(f"step {step} cannot be saved while another save goes on (on_busy='error')")
+            _log.warning("the checkpoint of step %d is skipped: another save goes on (on_busy='skip')", step)
+            return Ticket(step, skipped=True)
         self.wait()
-        what = f"the checkpoint of step {step} cannot be written"
-        folder = commit.staging(self.directory, step, f"{processes.share(secrets.randbits(31)):08x}")
-        error: Exception | None = None
-        taken = snapshot.Snapshot()
-        try:
-            taken = snapshot.take(items, pack_below=self._config.pack_below)
-            if processes.first():
-                folder.mkdir()
-        except (OSError, CheckpointError) as raised:
-            error = explain(raised, self.directory, what)
-        processes.agree(error)
-        try:
-            finish = self._begin_arrays(folder, taken)
-            write = functools.partial(self._write, step, folder, taken, finish, what)
-            if self._config.async_save:
-                self._save = Save(step, self.directory, write)
-        except Exception as raised:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise explain(raised, self.directory, what) from raised
+        self._saves += 1
+        channel = self._group.channel(f"save-{self._saves}", self._config.timeout)
+        folder = commit.staging(self.directory, step, f"{self._group.token}{self._saves:08x}")
+        writer = Writer(folder, step, self._config, channel, metrics=numbers_, temporary=temporary)
+        writer.stage(items)
+        if self._previous is not None:
+            self._previous.end()
+        self._previous = channel
+        self._last_save = time.monotonic()
         if not self._config.async_save:
-            self._settle(write)
-
-    def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore items of a step, exactly as they were saved.
-
-        Args:
-            step: Which checkpoint.
-            like: Item -> what to restore it as. `None` gives the item as it was saved, with numpy arrays, and
-                other nodes than dictionaries, lists and tuples as dictionaries of their fields. Otherwise a
-                tree with the same paths: `jax.ShapeDtypeStruct` or a `jax.Array` for a `jax.Array` with that
-                sharding (default device if it has none), a numpy array or scalar for such a one, a Python
-                scalar for a Python scalar. Its leaves' values are not looked at.
-
-        Returns:
-            The items in `like`, with the containers of `like`.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, it is damaged, or it differs from `like` in an item,
-                path, shape, dtype or kind; all differences are listed.
-        """
-        if not self._closed:
-            self.wait()
-        before = self._identity(step)
-        error, found = None, {}
-        for _ in range(_ATTEMPTS):
-            error = None
-            try:
-                found = self._restore(step, like)
-            except CheckpointError as raised:
-                error = raised
-            after = self._identity(step)
-            if before == after:
-                break
-            before = after  # its writer put a new one in its place meanwhile: what was read may be a mix
-        else:
-            error = CheckpointError(f"step {step} in {self.directory} is being replaced all the time; try again")
-        if error is not None:
-            raise error
-        return found
-
-    def steps(self) -> list[int]:
-        """List the complete checkpoints on disk, in order."""
-        return list_steps(self.directory)
-
-    def latest(self, *, verified: bool = True) -> int | None:
-        """Give the newest step that can be resumed from.
-
-        Args:
-            verified: Verify all files of it, and when they are damaged, go to the next older step with a
-                warning and an entry in `skipped` (or raise, with `on_corrupt="error"`). If false, give the
-                newest one unread.
-
-        Returns:
-            The step, or `None` when there is none.
-
-        Raises:
-            CheckpointError: A checkpoint is damaged, with `on_corrupt="error"`; or there are only damaged ones.
-        """
-        error, found = None, -1
-        if processes.first():
-            try:
-                found = self._newest(verified)
-            except CheckpointError as raised:
-                error = raised
-        processes.agree(error)
-        found = processes.share(found)
-        return None if found < 0 else found
-
-    def verify(self, step: int) -> list[str]:
-        """Compare every file of a step with its manifest by size and checksum.
-
-        Returns:
-            One text for each damaged file, with the leaf or item that it holds; empty if all is well.
-        """
-        self._listed(step)
-        return verify(self.directory / step_name(step))
-
-    def manifest(self, step: int) -> Manifest:
-        """Read what a step holds: items, leaves, shapes, dtypes, files."""
-        self._listed(step)
+            self._write(writer, step)
+            return Ticket(step)
         try:
-            return read_manifest(self.directory / step_name(step))
-        except CheckpointError as error:
-            raise self._damaged(step, [str(error)]) from error
+            self._save = Save(step, self.directory, lambda: self._write(writer, step))
+        except RuntimeError as error:  # no thread can be started any more
+            raise CheckpointError(
+                f"step {step} cannot be saved in the background: {error}; use async_save=False"
+            ) from error
+        return Ticket(step, self._save)
 
     def wait(self) -> None:
         """Return when nothing is being written; raise what went wrong in the background, once."""
-        if not self._read_only:
-            self._collect(processes.agree)
+        save, self._save = self._save, None
+        if save is not None:
+            try:
+                save.result()
+            except KeyboardInterrupt:
+                self._save = save  # it still goes on
+                raise
 
     def close(self) -> None:
         """Wait, free the lock, and refuse further saves; raise what went wrong. May be called again."""
-        self._close(processes.agree)
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            if not self._read_only:
+                self._group.close()
+            if self._lock is not None:
+                self._lock.release()
 
     def __enter__(self) -> Store:
         return self
@@ -238,150 +188,56 @@ class Store:
             self.close()
             return
         try:
-            self._close(processes.alone)  # the other processes may not be coming here
+            self.close()
         except CheckpointError as raised:
             error.add_note(f"while this was raised, a save failed too: {raised}")
 
-    def _collect(self, agree: Callable[[Exception | None], None]) -> None:
-        error = None
-        try:
-            if self._save is not None:
-                self._save.result()
-        except CheckpointError as raised:
-            error = raised
-        self._save = None  # not if the wait was interrupted: it still goes on
-        agree(error)
+    def talk(self) -> processes.Channel | None:
+        """Give the conversation with the other processes; `None` if they can only ask over the devices."""
+        return None if self._read_only or self._closed else self._main
 
-    def _close(self, agree: Callable[[Exception | None], None]) -> None:
-        if self._closed:
-            return
-        try:
-            if not self._read_only:
-                self._collect(agree)
-        finally:
-            self._closed = True
-            if self._lock is not None:
-                self._lock.release()
+    def _busy(self) -> bool:
+        """Whether a save is going on, as process 0 sees it."""
+        running = self._save is not None and self._save.running
+        return bool(self._main.share("busy" if running else ""))
 
-    def _restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        manifest = self.manifest(step)
-        checkpoint = self.directory / step_name(step)
-        plan = restore.plan(manifest, like, self.directory)
-        problems = verify(checkpoint, mode=self._config.verify, items=like, trusted=self._trusted)
-        if problems:
-            raise self._damaged(step, problems)
-        try:
-            return restore.read(checkpoint, plan, timeout=self._config.timeout)
-        except CheckpointError:
-            raise
-        except (OSError, ValueError) as error:
-            problems = verify(checkpoint) or [f"{type(error).__name__}: {error}"]
-            raise self._damaged(step, problems) from error
+    def _write(self, writer: Writer, step: int) -> None:
+        """Write a staged checkpoint, then do what follows from it."""
+        writer.write(lambda: self._follow(step))
 
-    def _identity(self, step: int) -> tuple[int, int] | None:
-        try:
-            stat = (self.directory / step_name(step) / FILE).stat()
-        except OSError:
-            return None
-        return stat.st_ino, stat.st_mtime_ns
-
-    def _begin_arrays(self, folder: Path, taken: snapshot.Snapshot) -> Callable[[], None] | None:
-        """Begin what Orbax has to do; gives what waits for its end, in the background."""
-        if not taken.arrays:
-            return None
-        from styrax.checkpoint import arrays
-
-        begin = functools.partial(arrays.Writing, folder / ARRAYS, taken.arrays, timeout=self._config.timeout)
-        if taken.on_host and THREADS_OUTLIVE_MAIN and not processes.several():
-            return lambda: begin().wait()
-        writing = begin()
-        if not THREADS_OUTLIVE_MAIN:
-            writing.wait()
-        return writing.wait
-
-    def _write(
-        self,
-        step: int,
-        folder: Path,
-        taken: snapshot.Snapshot,
-        finish: Callable[[], None] | None,
-        what: str,
-    ) -> None:
-        """Make the checkpoint; runs in the background."""
-        try:
-            if finish is not None:
-                finish()
-            commit.kill_point("after_arrays")
-            if not processes.first():
-                return
-            if taken.packed.size:
-                commit.write_file(folder / LEAVES, taken.packed.data)
-            for file, text in taken.documents.items():
-                commit.write_file(folder / file, text)
-            manifest = Manifest(
-                step=step,
-                created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                items=taken.checksum(),
-                files=commit.seal(folder),
-                writer=writer(),
-            )
-            commit.publish(folder, manifest)
-        except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise explain(error, self.directory, what) from error
+    def _follow(self, step: int) -> None:
+        """Tell that there is a new checkpoint, and delete what nothing keeps."""
         self.skipped.pop(step, None)
+        what = f"step {step} is saved, but "
         try:
-            old = commit.expired(
-                self.steps(),
-                keep_last=self._config.keep_last,
-                keep_every=self._config.keep_every,
+            if self._on_committed is not None:
+                self._on_committed(step, self.directory / step_name(step))
+            what += "older ones cannot be deleted"
+            config = self._config
+            old = expired(
+                {each: self._facts(each) for each in self.steps()},
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
                 newest=step,
-                damaged=list(self.skipped),
+                best=config.keep_best,
+                spared={*self.skipped, *(self._protected() if self._protected is not None else ())},
             )
             commit.retire(self.directory, old)
         except OSError as error:
-            raise explain(error, self.directory, f"step {step} is saved, but older ones cannot be deleted") from error
+            raise explain(error, self.directory, what) from error
 
-    def _settle(self, write: Callable[[], None]) -> None:
-        error = None
-        try:
-            write()
-        except CheckpointError as raised:
-            error = raised
-        processes.agree(error)
-
-    def _newest(self, verified: bool) -> int:
-        complete = self.steps()
-        # Without its manifest a checkpoint is damaged too: starting over without a word would replace it.
-        steps = sorted([*complete, *list_incomplete(self.directory)]) if verified else complete
-        for step in reversed(steps):
-            problems = []
-            if verified:
-                checkpoint = self.directory / step_name(step)
-                problems = verify(checkpoint, mode=self._config.verify, trusted=self._trusted)
-            if not problems:
-                return step
-            if self._config.on_corrupt == "error":
-                raise self._damaged(step, problems)
-            if self.skipped.get(step) != problems:
-                self.skipped[step] = problems
-                warnings.warn(f"{self._damaged(step, problems)}; taking the next older one", stacklevel=4)
-        if steps:
-            raise CheckpointError(
-                f"all {len(steps)} checkpoints in {self.directory} are damaged, so there is none to resume from; "
-                "`styrax checkpoint verify` says how. Restore the folder from a copy, or start in another one"
-            )
-        return -1
-
-    def _damaged(self, step: int, problems: list[str]) -> CheckpointError:
-        head = f"the checkpoint of step {step} in {self.directory} is damaged:"
-        return CheckpointError("\n  ".join([head, *problems]))
-
-    def _listed(self, step: int) -> None:
-        steps = self.steps()
-        if step not in steps:
-            there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: {there}")
+    def _facts(self, step: int) -> Kept:
+        """Give what retention asks of a checkpoint; one that cannot be read is nothing special."""
+        identity = self._identity(step)
+        known = self._known.get(step)
+        if known is None or known[0] != identity:
+            try:
+                manifest = read_manifest(self.directory / step_name(step))
+                facts = Kept(temporary=manifest.temporary, metrics=manifest.metrics)
+            except CheckpointError:
+                facts = Kept()
+            self._known[step] = known = identity, facts
+        return known[1]
 
     def _writable(self) -> None:
         if self._read_only:
@@ -390,17 +246,13 @@ class Store:
             raise CheckpointError(f"the store of {self.directory} is closed; open a new one to save")
 
 
-@functools.cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("styrax-checkpoint", "jax", "orbax-checkpoint", "numpy"):
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found, problems = {}, []
+    for name, value in metrics.items():
         try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            problems.append(f"metrics: {name!r} is {type(value).__name__} {value!r}, expected a number")
+    if problems:
+        raise CheckpointError("\n".join(problems))
     return found
-
-
-def writer() -> dict[str, Any]:
-    """Say who writes, for a manifest: versions, host and process."""
-    return {"versions": _versions(), "host": socket.gethostname(), "pid": os.getpid()}

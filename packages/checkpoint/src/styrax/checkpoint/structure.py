@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from styrax.core.tree import is_variable
@@ -35,26 +35,42 @@ def describe(tree: Any) -> Any:
     return _describe(tree, itertools.count())
 
 
-def rebuild(structure: Any, leaves: Sequence[Any]) -> Any:
+def rebuild(structure: Any, leaves: Sequence[Any], *, without: Collection[int] = ()) -> Any:
     """Make the tree of a structure.
 
     Args:
         structure: From `describe`.
         leaves: In jax's order.
+        without: Numbers of leaves that are left out, and dictionaries' entries that hold nothing else with them;
+            in a list or tuple `None` stands in their place.
 
     Example:
         >>> rebuild({"d": [["b", {"t": [1, None]}], ["a", {"l": [0]}]]}, [2.0, 1])
         {'b': (1, None), 'a': [2.0]}
+        >>> rebuild({"d": [["b", {"t": [1, None]}], ["a", {"l": [0]}]]}, [2.0, 1], without={0})
+        {'b': (1, None)}
     """
+    found = _rebuild(structure, leaves, set(without))
+    return {} if found is _GONE else found
+
+
+_GONE = object()
+
+
+def _rebuild(structure: Any, leaves: Sequence[Any], without: set[int]) -> Any:
     if structure is None:
         return None
     if isinstance(structure, int):
-        return leaves[structure]
+        return _GONE if structure in without else leaves[structure]
     if "d" in structure:
-        return {_key(key): rebuild(child, leaves) for key, child in structure["d"]}
-    if "l" in structure:
-        return [rebuild(child, leaves) for child in structure["l"]]
-    return tuple(rebuild(child, leaves) for child in structure["t"])
+        pairs = [(_key(key), _rebuild(child, leaves, without)) for key, child in structure["d"]]
+        left = {key: child for key, child in pairs if child is not _GONE}
+        return left if left or not pairs else _GONE
+    children = [_rebuild(child, leaves, without) for child in structure["l" if "l" in structure else "t"]]
+    if children and all(child is _GONE for child in children):
+        return _GONE
+    children = [None if child is _GONE else child for child in children]
+    return children if "l" in structure else tuple(children)
 
 
 def _describe(tree: Any, numbers: Iterator[int]) -> Any:

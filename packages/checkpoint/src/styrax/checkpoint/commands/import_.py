@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from styrax.checkpoint.commands import selection
+from styrax.checkpoint.commands.arguments import stay_off_devices
 from styrax.checkpoint.errors import CheckpointError, sized
 
 HELP = "make a checkpoint of safetensors, .npz, an Orbax or a torch Distributed Checkpoint folder"
@@ -28,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Import them."""
     from styrax.checkpoint import formats
 
+    stay_off_devices()
     if args.step < 0:
         raise CheckpointError(f"--step: expected 0 or more, got {args.step}")
     source = formats.read(args.path, separator=args.separator)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from styrax.checkpoint.commands.arguments import add_json, refuse_unused
 from styrax.checkpoint.errors import CheckpointError, sized
-from styrax.core import nearest, tree
+from styrax.core import tree
 
 if TYPE_CHECKING:
     from styrax.checkpoint.formats.base import Array
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--separator", metavar="CHAR", help="between keys in the names of the file; default: / for npz, . for others"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def select(
@@ -50,12 +51,7 @@ def select(
     from styrax.checkpoint.formats.casting import cast, target
 
     paths = [*arrays, *skipped]
-    unused = [
-        pattern for pattern in [*args.include, *args.exclude] if not any(tree.match(pattern, path) for path in paths)
-    ]
-    if unused:
-        lines = [f"{pattern!r} fits nothing{nearest(pattern, paths)}" for pattern in unused]
-        raise CheckpointError("\n  ".join([f"{where}, {len(paths)} paths:", *lines]))
+    refuse_unused([*args.include, *args.exclude], paths, where)
     chosen = [path for path in paths if _fits(path, args.include, args.exclude)]
     lost = [f"{path!r}: {skipped[path]}" for path in chosen if path in skipped and path not in arrays]
     if lost:
@@ -82,31 +78,34 @@ class Progress:
     """Says on stderr how far long work is: a line that renews itself on a terminal, one each half minute elsewhere.
 
     Args:
-        count: Arrays to copy.
-        nbytes: Their bytes.
+        count: Things to do; `None` if that is not known.
+        nbytes: Their bytes; likewise.
         what: What is being done.
+        things: What they are called.
     """
 
-    def __init__(self, count: int, nbytes: int, what: str) -> None:
-        self._count, self._nbytes, self._what = count, nbytes, what
+    def __init__(self, count: int | None, nbytes: int | None, what: str, things: str = "arrays") -> None:
+        self._count, self._nbytes, self._what, self._things = count, nbytes, what, things
         self._done = self._bytes = 0
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._begin = self._last = time.monotonic()
         self._shown = False
 
     def __call__(self, path: str, nbytes: int) -> None:
-        """Count one array."""
+        """Count one."""
         self._done += 1
         self._bytes += nbytes
         now = time.monotonic()
         if now - self._last < (_TERMINAL if self._terminal else _LOG):
             return
         self._last = now
-        rate = self._bytes / (now - self._begin)
-        left = f", {(self._nbytes - self._bytes) / rate:.0f} s left" if rate else ""
-        text = (
-            f"{self._what}: {self._done} of {self._count} arrays, {sized(self._bytes)} of {sized(self._nbytes)}{left}"
-        )
+        if self._count is None or self._nbytes is None:
+            text = f"{self._what}: {self._done} {self._things}, {sized(self._bytes)}"
+        else:
+            rate = self._bytes / (now - self._begin)
+            left = f", {(self._nbytes - self._bytes) / rate:.0f} s left" if rate else ""
+            count = f"{self._done} of {self._count} {self._things}"
+            text = f"{self._what}: {count}, {sized(self._bytes)} of {sized(self._nbytes)}{left}"
         print(f"\r\x1b[K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr)
         sys.stderr.flush()
         self._shown = True

@@ -1,66 +1,178 @@
-"""`styrax checkpoint show`: the items and leaves of one checkpoint, from its manifest alone."""
+"""`styrax checkpoint show`: what one checkpoint holds, from its manifest alone."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from styrax.checkpoint.commands.folder import find_checkpoint, find_folder
+from styrax.checkpoint import leaves
+from styrax.checkpoint.commands.arguments import add_json, add_only, add_place, choose, print_json
 from styrax.checkpoint.errors import CheckpointError, sized
-from styrax.checkpoint.manifest import Item, Manifest, read_manifest
+from styrax.checkpoint.locate import find_one
+from styrax.checkpoint.manifest import Item, Leaf, Manifest, leaf_name, read_manifest
+from styrax.checkpoint.schema import describe, fingerprint, value_of
+from styrax.core import UsageError
 
-HELP = "show the items, leaves, shapes and dtypes of one"
+HELP = "show the items, leaves, shapes, dtypes and digests of one"
+
+_SHORT = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a run, or the folder of its checkpoints")
-    parser.add_argument("step", metavar="STEP", type=int, nargs="?", help="default: the newest")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_place(parser, steps="?", default="the newest step")
+    parser.add_argument(
+        "--depth", metavar="N", type=int, help="sum up what lies more than N keys below its item; 0: items only"
+    )
+    add_only(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show it."""
-    checkpoint = find_checkpoint(find_folder(args.directory), args.step)
+    if args.depth is not None and args.depth < 0:
+        raise UsageError(f"--depth: expected a number of keys, 0 or more, got {args.depth}")
+    checkpoint = find_one(args.directory, args.step)
     manifest = read_manifest(checkpoint)
+    items = _chosen(manifest, args.only, checkpoint)
     if args.json:
-        print(json.dumps(_record(checkpoint, manifest)))
+        print_json(_record(checkpoint, manifest, items))
         return 0
     print(f"step {manifest.step}, {manifest.created}, {sized(manifest.nbytes)} in {len(manifest.files)} files")
     print("written by " + ", ".join(f"{name} {version}" for name, version in manifest.writer["versions"].items()))
-    for name, item in manifest.items.items():
-        if item.kind == "json":
-            print(f"{name}: JSON, {sized(manifest.files[str(item.file)].size)}")
+    print(f"schema {fingerprint(manifest)}")
+    if manifest.metrics:
+        print("metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
+    if manifest.temporary:
+        print("temporary: it goes when the next one is saved")
+    for name, found in items.items():
+        item = manifest.items[name]
+        if item.kind != "tree":
+            kind = "JSON" if item.kind == "json" else "state of an iterator"
+            print(f"{name}: {kind}, {sized(manifest.files[str(item.file)].size)}")
             continue
-        print(f"{name}: {len(item.leaves)} {'leaf' if len(item.leaves) == 1 else 'leaves'}, {sized(item.nbytes)}")
-        width = max((len(leaf.path) for leaf in item.leaves), default=0)
-        for leaf in item.leaves:
-            what = leaf.dtype + (f"{list(leaf.shape)}" if leaf.kind != "python" else f" {leaf.value}")
-            print(f"  {leaf.path:<{width}}  {what}" + (f"  key of {leaf.impl}" if leaf.kind == "key" else ""))
+        print(f"{name}: {_total(found)}")
+        rows = list(_rows(found, args.depth))
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+        for path, what, size, mark in rows:
+            print(f"  {path:<{widths[0]}}  {what:<{widths[1]}}  {size:>{widths[2]}}  {mark}".rstrip())
     return 0
 
 
-def _record(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
+def _chosen(manifest: Manifest, only: list[str], checkpoint: Path) -> dict[str, list[Leaf]]:
+    """Give the items of which something fits, each with those leaves."""
+    paths = {leaf_name(name, leaf.path) for name, item in manifest.items.items() for leaf in item.leaves}
+    paths.update(name for name, item in manifest.items.items() if item.kind != "tree")
+    fit = set(choose(only, sorted(paths), checkpoint))
+    found = {
+        name: [leaf for leaf in item.leaves if leaf_name(name, leaf.path) in fit]
+        for name, item in manifest.items.items()
+    }
+    return {name: some for name, some in found.items() if some or name in fit or not only}
+
+
+def _rows(found: list[Leaf], depth: int | None) -> Iterator[tuple[str, str, str, str]]:
+    """Give path, description, size and digest of each line: a leaf, or the sum of those below a key."""
+    groups: dict[str, list[Leaf]] = {}
+    for leaf in found:
+        groups.setdefault(_above(leaf.path, 1 if depth is None else depth), []).append(leaf)
+    if depth == 0:
+        return
+    for above, group in groups.items():
+        summed = len(group) > 1
+        if summed and (depth is not None or len(groups) > 1):
+            yield f"{above}/**", f"{len(group)} leaves", sized(_bytes(group)), ""
+        if not summed or depth is None:
+            for leaf in group:
+                size = "" if leaf.where == "inline" else sized(leaf.nbytes)
+                yield leaf.path, describe(leaf), size, _mark(leaf)
+
+
+def _above(path: str, depth: int) -> str:
+    return "/".join(path.split("/")[:depth])
+
+
+def _mark(leaf: Leaf) -> str:
+    if leaf.digest is not None:
+        return leaf.digest[:_SHORT]
+    return f"{len(leaf.shards)} shards" if leaf.shards else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sum:
+    leaves: int
+    numbers: int
+    bytes: int
+
+
+def _sum(found: list[Leaf]) -> _Sum:
+    numbers = sum(math.prod(leaf.shape) for leaf in found if leaf.kind in ("array", "scalar"))
+    return _Sum(leaves=len(found), numbers=numbers, bytes=_bytes(found))
+
+
+def _bytes(found: Iterable[Leaf]) -> int:
+    return sum(leaf.nbytes for leaf in found)
+
+
+def _total(found: list[Leaf]) -> str:
+    total = _sum(found)
+    count = f"{total.leaves} {'leaf' if total.leaves == 1 else 'leaves'}"
+    return f"{count}, {total.numbers:,} numbers, {sized(total.bytes)}"
+
+
+def _record(checkpoint: Path, manifest: Manifest, items: dict[str, list[Leaf]]) -> dict[str, Any]:
     return {
+        "path": checkpoint,
         "step": manifest.step,
         "created": manifest.created,
         "bytes": manifest.nbytes,
         "writer": manifest.writer,
-        "items": {name: _item(checkpoint, item) for name, item in manifest.items.items()},
-        "files": {name: {"bytes": f.size, "crc32": f"{f.crc32:08x}"} for name, f in manifest.files.items()},
+        "schema": fingerprint(manifest),
+        "metrics": manifest.metrics,
+        "temporary": manifest.temporary,
+        "items": {name: _item(checkpoint, manifest, name, manifest.items[name], some) for name, some in items.items()},
+        "files": {name: {"bytes": file.size, "digest": file.digest} for name, file in manifest.files.items()},
     }
 
 
-def _item(checkpoint: Path, item: Item) -> dict[str, Any]:
-    if item.kind == "json":
+def _item(checkpoint: Path, manifest: Manifest, name: str, item: Item, found: list[Leaf]) -> dict[str, Any]:
+    if item.kind != "tree":
+        # A small file beside the manifest; that it is damaged is no reason to show nothing.
         try:
-            return {"kind": "json", "value": json.loads((checkpoint / str(item.file)).read_bytes())}
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{item.file}: cannot be read ({error})") from error
-    leaves = [
-        {"path": leaf.path, "kind": leaf.kind, "shape": list(leaf.shape), "dtype": leaf.dtype, "impl": leaf.impl}
-        for leaf in item.leaves
-    ]
-    return {"kind": "tree", "bytes": item.nbytes, "leaves": leaves}
+            return {"kind": item.kind, "value": leaves.document(checkpoint, manifest, name)}
+        except CheckpointError as error:
+            return {"kind": item.kind, "value": None, "problem": str(error)}
+    groups: dict[str, list[Leaf]] = {}
+    for leaf in found:
+        groups.setdefault(_above(leaf.path, 1), []).append(leaf)
+    return {
+        "kind": "tree",
+        "numbers": _sum(found).numbers,
+        "bytes": _bytes(found),
+        "leaves": [_leaf(leaf) for leaf in found],
+        "schema": fingerprint(manifest, items=[name]),
+        "totals": {above: vars(_sum(group)) for above, group in groups.items()},
+    }
+
+
+def _leaf(leaf: Leaf) -> dict[str, Any]:
+    record = {
+        "path": leaf.path,
+        "kind": leaf.kind,
+        "shape": leaf.shape,
+        "dtype": leaf.dtype,
+        "impl": leaf.impl,
+        "bytes": leaf.nbytes,
+        "where": leaf.where,
+        "digest": leaf.digest,
+    }
+    if leaf.shards:
+        record["shards"] = leaf.shards
+    if leaf.where == "inline":
+        value = value_of(leaf)
+        record["value"] = value if isinstance(value, (bool, int, float, str)) else repr(value)
+    return record

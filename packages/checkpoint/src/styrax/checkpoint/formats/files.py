@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from styrax.checkpoint.commit import sync
 from styrax.checkpoint.errors import CheckpointError, sized
+from styrax.checkpoint.storage import sync_folder
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def new_file(path: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
             os.fsync(handle.fileno())
         refuse_existing(path, overwrite)
         temporary.replace(path)
-        sync(path.parent)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -59,7 +59,7 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         with _explained(path):
             temporary.mkdir()
             yield temporary
-        sync(temporary)
+        sync_folder(temporary)
         refuse_existing(path, overwrite)
         if path.is_dir():
             path.rename(old)
@@ -71,7 +71,7 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
             if old.exists():
                 old.rename(path)
             raise
-        sync(path.parent)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)

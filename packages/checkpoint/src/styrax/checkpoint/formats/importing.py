@@ -9,20 +9,20 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from styrax.checkpoint import commit, structure
+from styrax.checkpoint import commit, digest, structure
 from styrax.checkpoint.config import CheckpointConfig
 from styrax.checkpoint.errors import CheckpointError, explain
 from styrax.checkpoint.formats.base import Array, loaded, refuse
 from styrax.checkpoint.manifest import ARRAYS, LEAVES, Item, Leaf, Manifest, leaf_name, list_incomplete
+from styrax.checkpoint.saving import writer
 from styrax.checkpoint.snapshot import ALIGN, NAME, for_orbax, orbax_name
-from styrax.checkpoint.store import Store, writer
+from styrax.checkpoint.store import Store
 from styrax.core import tree
 
 
@@ -100,10 +100,10 @@ def _write(
         for name, arrays in items.items():
             leaves: dict[str, Leaf] = {}
             for path, array in arrays.items():  # in the source's order, which it may read ahead in
-                if array.nbytes >= max(config.pack_below, 1) and for_orbax(array.dtype):
+                if array.nbytes >= max(config.smallest, 1) and for_orbax(array.dtype):
                     where = leaf_name(name, path)
-                    large.setdefault(name, {})[orbax_name(path)] = _map(where, array, spool)
-                    leaves[path] = _leaf(path, array, "orbax")
+                    data = large.setdefault(name, {})[orbax_name(path)] = _map(where, array, spool)
+                    leaves[path] = dataclasses.replace(_leaf(path, array, "orbax"), digest=digest.of(data))
                 else:
                     leaves[path] = _pack(packed, path, array)
                 report(path, array.nbytes)
@@ -128,7 +128,7 @@ def _leaf(path: str, array: Array, where: Any) -> Leaf:
 def _pack(handle: IO[bytes], path: str, array: Array) -> Leaf:
     handle.write(b"\0" * (-handle.tell() % ALIGN))
     data = loaded(path, array).reshape(-1).view(np.uint8)
-    leaf = dataclasses.replace(_leaf(path, array, "packed"), offset=handle.tell(), crc32=zlib.crc32(data.data))
+    leaf = dataclasses.replace(_leaf(path, array, "packed"), offset=handle.tell(), digest=digest.of(data))
     handle.write(data.data)
     return leaf
 

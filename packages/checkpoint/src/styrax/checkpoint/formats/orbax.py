@@ -94,10 +94,12 @@ class Reader:
         folder: The checkpoint.
         item: As Orbax names it, or `None` for a tree alone in its folder.
         described: The tree, of anything: its paths are what counts.
+        together: Read small arrays that follow one another at once.
     """
 
-    def __init__(self, folder: Path, item: str | None, described: Any) -> None:
+    def __init__(self, folder: Path, item: str | None, described: Any, *, together: bool = True) -> None:
         self._folder, self._item, self._described = folder, item, described
+        self._most = _TOGETHER if together else 0
         self._arrays: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
         self._order: list[str] = []
         self._ready: dict[str, np.ndarray] = {}
@@ -116,7 +118,7 @@ class Reader:
             wanted, size = [path], self._size(path)
             for other in self._order[number + 1 :]:
                 size += self._size(other)
-                if size > _TOGETHER:
+                if size > self._most:
                     break
                 wanted.append(other)
             self._ready = self._read(wanted)

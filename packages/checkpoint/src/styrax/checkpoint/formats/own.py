@@ -1,18 +1,18 @@
-"""Checkpoints of this package as a source for other formats: one leaf at a time, checksums compared."""
+"""Checkpoints of this package as a source for other formats: one leaf at a time, digests compared."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from styrax.checkpoint import digest
 from styrax.checkpoint.errors import CheckpointError
 from styrax.checkpoint.formats.base import Array, read_into, reading
 from styrax.checkpoint.formats.casting import dtype_named
 from styrax.checkpoint.formats.names import tree_path
-from styrax.checkpoint.manifest import ARRAYS, LEAVES, Leaf, leaf_name, read_manifest
+from styrax.checkpoint.manifest import LEAVES, Leaf, leaf_name, read_manifest
 from styrax.checkpoint.snapshot import orbax_name
 from styrax.checkpoint.verify import verify
 from styrax.core import nearest
@@ -48,12 +48,12 @@ def read(checkpoint: Path, items: Iterable[str] | None = None) -> tuple[dict[str
     found, skipped = {}, {}
     for name in wanted:
         item = manifest.items[name]
-        if item.kind == "json":
+        if item.kind != "tree":
             skipped[name] = "is JSON, not a tree of arrays"
-        large = _large(checkpoint, name, [leaf for leaf in item.leaves if leaf.where == "orbax"])
+        large = stored(checkpoint, name, [leaf for leaf in item.leaves if leaf.in_orbax])
         for leaf in item.leaves:
             path = leaf.path if items is not None and len(wanted) == 1 else leaf_name(name, leaf.path)
-            array = large.get(leaf.path) or _array(checkpoint, name, leaf)
+            array = large.get(leaf.path) or described(checkpoint, name, leaf)
             if array is None:
                 skipped[path] = f"is a Python {leaf.dtype}, not an array or a number that numpy has"
             else:
@@ -61,20 +61,36 @@ def read(checkpoint: Path, items: Iterable[str] | None = None) -> tuple[dict[str
     return found, skipped
 
 
-def _large(checkpoint: Path, item: str, leaves: list[Leaf]) -> dict[str, Array]:
+def stored(checkpoint: Path, item: str, leaves: Sequence[Leaf], *, one_by_one: bool = False) -> dict[str, Array]:
+    """Describe the arrays of an item that Orbax holds.
+
+    Args:
+        checkpoint: The folder of the step.
+        item: Its name.
+        leaves: Of that item, all in Orbax.
+        one_by_one: Never read several together, so that damage to one does not keep others from being read.
+
+    Returns:
+        Path -> array.
+    """
     if not leaves:
         return {}
     from styrax.checkpoint.arrays import item_name
     from styrax.checkpoint.formats.orbax import Reader
 
-    names = {leaf.path: orbax_name(leaf.path) for leaf in leaves}
-    reader = Reader(checkpoint / ARRAYS, item_name(item), dict.fromkeys(names.values(), 0))
-    return {
-        leaf.path: reader.add(tree_path(names[leaf.path], ""), leaf.shape, dtype_named(leaf.dtype)) for leaf in leaves
-    }
+    found: dict[str, Array] = {}
+    for folder in sorted({leaf.where for leaf in leaves}):
+        names = {leaf.path: orbax_name(leaf.path) for leaf in leaves if leaf.where == folder}
+        reader = Reader(checkpoint / folder, item_name(item), dict.fromkeys(names.values(), 0), together=not one_by_one)
+        for leaf in leaves:
+            if leaf.where == folder:
+                name = tree_path(names[leaf.path], "")
+                found[leaf.path] = reader.add(name, leaf.shape, dtype_named(leaf.dtype))
+    return found
 
 
-def _array(checkpoint: Path, item: str, leaf: Leaf) -> Array | None:
+def described(checkpoint: Path, item: str, leaf: Leaf) -> Array | None:
+    """Describe a leaf that Orbax does not hold; `None` if numpy has no such thing."""
     if leaf.where == "inline":
         return _number(leaf)
     dtype = dtype_named(leaf.dtype)
@@ -86,7 +102,7 @@ def _array(checkpoint: Path, item: str, leaf: Leaf) -> Array | None:
             with reading(path, leaf.path), path.open("rb", buffering=0) as handle:
                 handle.seek(leaf.offset or 0)
                 read_into(handle, data)
-            if zlib.crc32(data.data) != leaf.crc32:
+            if digest.of(data) != leaf.digest:
                 raise CheckpointError(f"{path} is damaged: {leaf_name(item, leaf.path)} is not what was saved")
         return data.view(dtype).reshape(leaf.shape)
 

@@ -2,160 +2,120 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Callable
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from styrax.core.testing.checkpointer_damage import DAMAGE
+from styrax.core.testing.checkpointer_refusals import REFUSALS
+from styrax.core.testing.checkpointer_saves import SAVES
+from styrax.core.testing.checkpointer_trees import TREES
+from styrax.core.testing.round_trip import Check, Factory
 
-from styrax.core.testing.compare import assert_same
+CHECKS: dict[str, Check] = {**TREES, **SAVES, **REFUSALS, **DAMAGE}
 
 
-def check_checkpointer(factory: Callable[[Path], Any]) -> None:
-    """Check that what was saved comes back bit for bit, and that nothing unfinished is ever offered.
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one check found.
 
-    - items of nested arrays (float32, bfloat16, integers, booleans, scalars) and of plain JSON round trip,
-      into a fresh checkpointer; `None` gives an item as it was saved; `{}` is an item too;
+    Attributes:
+        name: Of the check.
+        passed: Whether the checkpointer keeps it.
+        detail: What was wrong; empty if nothing was.
+
+    Example:
+        >>> print(Outcome(name="dtype bfloat16", passed=False, detail="w: got float32"))
+        FELL SHORT  dtype bfloat16: w: got float32
+    """
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"passed      {self.name}" if self.passed else f"FELL SHORT  {self.name}: {self.detail}"
+
+
+def check_checkpointer(factory: Factory) -> None:
+    """Check that what was saved comes back bit for bit, and that nothing unfinished or damaged is ever offered.
+
+    - trees of every dtype, typed random keys, numpy and Python scalars, arrays without dimensions or elements,
+      hostile dictionary keys and item names, lists, tuples and `None` come back exactly, into a fresh
+      checkpointer, as an abstract tree says and, for `None`, as they were saved; plain JSON and `{}` are items too;
+    - after `save` returns, the arrays may be changed, deleted or donated without harm;
     - any single item can be restored alone;
-    - after `save` returns, the arrays may be changed or deleted without harm;
-    - `steps` lists complete steps in order, and is empty for a new folder;
-    - at no moment during a save would a crash leave a folder that lists a step which does not restore;
-    - an item or a step that does not exist gives an error that names it.
+    - `steps` lists complete steps in order, from the disk; no save is dropped because another one runs, because
+      its step is lower, or because `close` follows;
+    - at no moment during a save, or while a step is replaced, would a crash leave a folder that lists a step
+      which does not restore, or that has lost one;
+    - a save that fails is raised by `save`, `wait` or `close`, is not listed, and harms no other step;
+    - an item, step or leaf that is missing, a leaf too many, another shape or dtype, and what cannot be saved
+      give an error that names it, and nothing else;
+    - a flipped bit, a zeroed page, a shortened or a deleted file, in any file, give an error or the right values.
+
+    Every check runs, on a folder of its own; `report_checkpointer` gives what each of them found.
 
     Args:
-        factory: `factory(directory)` opens a checkpointer on a folder, which may not exist yet.
+        factory: `factory(directory)` opens a checkpointer on a folder, which may not exist yet. It must keep X
 
     Raises:
-        AssertionError: The checkpointer breaks one of these.
+        AssertionError: The checkpointer breaks one of these; every breach is in the text.
     """
-    for check in (_round_trip, _reuse, _crash, _missing):
-        with tempfile.TemporaryDirectory() as folder:
+    outcomes = report_checkpointer(factory)
+    broken = [outcome for outcome in outcomes if not outcome.passed]
+    if broken:
+        lines = [f"{outcome.name}: {outcome.detail}" for outcome in broken]
+        raise AssertionError("\n  ".join([f"{len(broken)} of {len(outcomes)} checks failed:", *lines]))
+
+
+def report_checkpointer(factory: Factory, names: Iterable[str] | None = None) -> list[Outcome]:
+    """Run every check of `check_checkpointer`, and tell what each of them found; never raises.
+
+    Args:
+        factory: As for `check_checkpointer`.
+        names: Only these checks, see `CHECKS` of this module; all by default.
+
+    Returns:
+        One outcome for each check, in the order of the checks; `print(*outcomes, sep="\\n")` shows them.
+    """
+    wanted = CHECKS if names is None else {name: CHECKS[name] for name in names}
+    return [_run(name, check, factory) for name, check in wanted.items()]
+
+
+def outcome_table(**reports: Iterable[Outcome]) -> str:
+    """Write the reports of several checkpointers side by side, as plain text.
+
+    Args:
+        reports: Name of a checkpointer -> its outcomes, all of the same checks.
+
+    Example:
+        >>> good, bad = Outcome(name="close waits", passed=True), Outcome(name="close waits", passed=False)
+        >>> print(outcome_table(ours=[good], plain=[bad]))
+                     ours  plain
+        close waits  yes   NO
+        in all       1/1   0/1
+    """
+    columns = {name: list(outcomes) for name, outcomes in reports.items()}
+    names = [outcome.name for outcome in next(iter(columns.values()), [])]
+    rows = [["", *columns]]
+    for number, name in enumerate(names):
+        rows.append([name, *("yes" if column[number].passed else "NO" for column in columns.values())])
+    rows.append(["in all", *(f"{sum(o.passed for o in column)}/{len(column)}" for column in columns.values())])
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _run(name: str, check: Check, factory: Factory) -> Outcome:
+    # What still writes into the folder when it is deleted has failed a check already, or is about to.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
             check(factory, Path(folder) / "checkpoints")
-
-
-def _arrays(seed: int) -> dict[str, Any]:
-    import jax.numpy as jnp
-
-    rng = np.random.default_rng(seed)
-    return {
-        "embed": {"kernel": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)},
-        "layers": [
-            {"w": jnp.asarray(rng.normal(size=(3, 5)), jnp.bfloat16), "count": jnp.asarray(7, jnp.int32)},
-            {"key": jnp.asarray([1, 2**32 - 1], jnp.uint32), "mask": jnp.asarray([True, False])},
-        ],
-    }
-
-
-def _abstract(tree: Any) -> Any:
-    import jax
-
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
-def _round_trip(factory: Callable[[Path], Any], folder: Path) -> None:
-    run = {"step": 1, "rate": 0.1, "name": "é/☃", "on": True, "off": None, "list": [1, [2, {"a": 3.5}]]}
-    saved = {step: {"params": _arrays(step), "run": {**run, "step": step}, "empty": {}} for step in (1, 12)}
-    checkpointer = factory(folder)
-    assert checkpointer.steps() == [], f"steps() of a new folder: got {checkpointer.steps()}, expected []"
-    for step in (1, 12):
-        checkpointer.save(step, saved[step])
-    checkpointer.wait()
-    assert checkpointer.steps() == [1, 12], f"steps(): got {checkpointer.steps()}, expected [1, 12]"
-    checkpointer.close()
-
-    fresh = factory(folder)
-    assert fresh.steps() == [1, 12], f"steps() after reopening: got {fresh.steps()}, expected [1, 12]"
-    for step, items in saved.items():
-        like = {"params": _abstract(items["params"]), "run": None, "empty": {}}
-        got = fresh.restore(step, like)
-        assert set(got) == set(like), f"restore: got items {sorted(got)}, expected {sorted(like)}"
-        assert_same(got["params"], items["params"], f"params of step {step}")
-        assert got["run"] == items["run"], f"JSON item: got {got['run']}, expected {items['run']}"
-        assert not got["empty"], f"empty item: got {got['empty']}, expected {{}}"
-        for name, abstract in like.items():
-            alone = fresh.restore(step, {name: abstract})
-            assert list(alone) == [name], f"restore of {name!r} alone: got items {sorted(alone)}"
-        as_saved = fresh.restore(step, {"params": None})["params"]
-        assert_same(as_saved, items["params"], f"params of step {step} as saved (like=None)")
-    fresh.close()
-
-
-def _reuse(factory: Callable[[Path], Any], folder: Path) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    host, device = np.arange(250_000, dtype=np.float32), jnp.arange(250_000, dtype=jnp.float32)
-    expected = {"host": host.copy(), "device": host.copy()}
-    checkpointer = factory(folder)
-    checkpointer.save(3, {"params": {"host": host, "device": device}})
-    host[:] = -1.0
-    device.delete()
-    del device
-    junk = [jnp.full(250_000, float(n)) for n in range(4)]  # likely to land in the freed buffer
-    jax.block_until_ready(junk)
-    checkpointer.wait()
-    got = checkpointer.restore(3, {"params": _abstract(expected)})["params"]
-    checkpointer.close()
-    assert_same(got, expected, "arrays changed and deleted after save returned")
-
-
-def _crash(factory: Callable[[Path], Any], folder: Path) -> None:
-    import jax.numpy as jnp
-
-    checkpointer = factory(folder)
-    saved, copies = {}, []
-    for step in range(1, 5):
-        saved[step] = {"params": {"w": jnp.full((512, 512), float(step))}}
-        checkpointer.save(step, saved[step])
-        copy = folder.with_name(f"crash-{step}")
-        if _snapshot(folder, copy):
-            copies.append(copy)
-    checkpointer.close()
-    for copy in copies:
-        survivor = factory(copy)
-        for step in survivor.steps():
-            what = f"{copy.name}: step {step}, listed after a crash during a save,"
-            try:
-                got = survivor.restore(step, {"params": _abstract(saved[step]["params"])})["params"]
-            except Exception as error:
-                raise AssertionError(f"{what} does not restore: {error}") from error
-            assert_same(got, saved[step]["params"], what)
-        survivor.close()
-
-
-def _snapshot(source: Path, target: Path) -> bool:
-    """Copy a folder as a crash at one moment would leave it; false if it never stood still that long."""
-    for _ in range(20):
-        before = _listing(source)
-        try:
-            shutil.copytree(source, target)
-        except (shutil.Error, FileNotFoundError):
-            before = None
-        if before is not None and before == _listing(source):
-            return True
-        shutil.rmtree(target, ignore_errors=True)
-    return False
-
-
-def _listing(folder: Path) -> dict[Path, tuple[int, int]] | None:
-    try:
-        return {path: ((stat := path.stat()).st_size, stat.st_mtime_ns) for path in folder.rglob("*")}
-    except FileNotFoundError:
-        return None
-
-
-def _missing(factory: Callable[[Path], Any], folder: Path) -> None:
-    checkpointer = factory(folder)
-    checkpointer.save(5, {"run": {"a": 1}})
-    checkpointer.wait()
-    for step, name, wrong in ((5, "absent-item", "absent-item"), (77, "run", "77")):
-        message = got = None
-        try:
-            got = checkpointer.restore(step, {name: None})
-        except (ValueError, KeyError, FileNotFoundError) as error:
-            message = str(error)
-        assert message is not None, f"restore of a missing {wrong} gave {got}, expected an error"
-        assert wrong in message, f"the error for a missing {wrong} does not name it: {message}"
-    checkpointer.close()
+        except AssertionError as error:
+            return Outcome(name=name, passed=False, detail=str(error) or "an assertion failed")
+        except Exception as error:
+            text = textwrap.shorten(f"{type(error).__name__}: {error}", 400)
+            return Outcome(name=name, passed=False, detail=text)
+    return Outcome(name=name, passed=True)
