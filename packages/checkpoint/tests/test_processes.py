@@ -50,7 +50,7 @@ with CheckpointConfig(keep_last=2).build(directory) as store:
             np.testing.assert_array_equal(np.asarray(shard.data), (value + 3)[shard.index])
     # Process 0 alone fails behind: both are told.
     real = commit.seal
-    def broken(folder, names):
+    def broken(folder, names, known=None):
         raise OSError(28, "No space left on device")
     commit.seal = broken if index == 0 else real
     store.save(4, {"params": arrays(4)})

@@ -124,9 +124,9 @@ def test_a_snapshot_holds_jax_arrays_and_copies_numpy_ones():
 def test_save_returns_while_it_is_written(blocked, tmp_path, monkeypatch):
     release, real = threading.Event(), commit.seal
 
-    def slow(*args):
+    def slow(*args, **kwargs):
         assert release.wait(30)
-        return real(*args)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(commit, "seal", slow)
     with Store(tmp_path) as store:
@@ -369,7 +369,7 @@ def test_save_blocks_for_a_copy_only(tmp_path):
 
 
 def _raising(error):
-    def function(*args):
+    def function(*args, **kwargs):
         raise error
 
     return function

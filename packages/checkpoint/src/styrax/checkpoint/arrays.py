@@ -5,7 +5,6 @@ Orbax lays out, writes and reshards; what counts as a checkpoint, and when, is d
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +15,8 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from styrax.checkpoint.errors import CheckpointError
+from styrax.checkpoint.naming import item_name
 
-# Names that Orbax may treat in its own way, or that its own files have, get a dash in front.
-_PLAIN = re.compile(r"(?!(metrics|state|pytree|default|descriptor)$)[a-z][a-z0-9_]*")
 _LEAST_IN_FLIGHT = 512 * 2**20
 # Cheap to reshard from, at the price of buffers while writing; smaller arrays are one piece for each shard.
 _CHUNK, _CHUNKED_ABOVE = 64 * 2**20, 256 * 2**20
@@ -34,14 +32,23 @@ class Writing:
             accelerators are copied to the host before this returns.
         timeout: Seconds that the write may take.
         compress: Whether to compress them (Zstandard).
+        raw: Write each part of an array to a file of its own, as it is; otherwise many to one file.
     """
 
     def __init__(
-        self, directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: int, compress: bool = False
+        self,
+        directory: Path,
+        items: Mapping[str, Mapping[str, Any]],
+        *,
+        timeout: int,
+        compress: bool = False,
+        raw: bool = False,
     ) -> None:
         self._timeout = timeout
         context = _context(timeout)
-        context.array_options.saving.use_compression = compress
+        saving = context.array_options.saving
+        saving.use_compression = compress
+        saving.use_ocdbt = saving.use_zarr3 = not raw
         with context:
             self._response = ocp.save_checkpointables_async(
                 str(directory), {item_name(name): dict(arrays) for name, arrays in items.items()}
@@ -79,6 +86,7 @@ def read(directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: in
     largest = max((leaf.dtype.itemsize * _size(leaf.shape) for leaf in leaves), default=0)
     context = _context(timeout)
     # Bounded reads are both leaner and faster than all at once; one array must fit.
+    context.pytree_options.loading.partial_load = True  # what else lies there is not asked for
     context.memory_options.read_concurrent_bytes = max(_LEAST_IN_FLIGHT, 2 * largest)
     with context:
         found = ocp.load_checkpointables(str(directory), wanted)
@@ -97,11 +105,6 @@ def read(directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: in
 def numpy_like(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Describe an array to be read as numpy, without the memory for it."""
     return np.broadcast_to(np.zeros((), dtype), shape)
-
-
-def item_name(name: str) -> str:
-    """Give the name under which Orbax holds an item."""
-    return name if _PLAIN.fullmatch(name) else f"-{name}"
 
 
 def _context(timeout: int) -> Any:

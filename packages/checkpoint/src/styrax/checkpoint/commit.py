@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from styrax.checkpoint import storage
@@ -55,17 +55,23 @@ def contents(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
-def seal(folder: Path, names: Iterable[str] | None = None) -> dict[str, File]:
+def seal(
+    folder: Path, names: Iterable[str] | None = None, *, known: Mapping[str, File] | None = None
+) -> dict[str, File]:
     """Bring files of a folder to the disk, and take the size and digest of each.
 
     Args:
         folder: With everything in it but the manifest.
         names: Relative to `folder`; all by default.
+        known: Files whose size and digest are known; they are not read.
     """
+    known = known or {}
 
     def one(name: str) -> File:
         path = folder / name
         storage.sync_file(path)
+        if name in known:
+            return known[name]
         size, text = storage.measure(path)
         return File(size=size, digest=text)
 

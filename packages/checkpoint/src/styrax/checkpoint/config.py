@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from styrax.checkpoint.remote.config import Mirror
 from styrax.checkpoint.retention import Best
 from styrax.core.config import NonNegative, Positive, check
 
 if TYPE_CHECKING:
+    from styrax.checkpoint.remote.tiers import TieredStore
     from styrax.checkpoint.store import Store
 
 # Arrays of fewer bytes go into one file of our own: the dearer it is to open a file, the more of them.
@@ -42,6 +45,8 @@ class CheckpointConfig:
         compress: Items whose large arrays are compressed (Zstandard): smaller by little for random numbers, at
             two to four times the processor time.
         timeout: Seconds that each part of writing one checkpoint may take.
+        mirror: Where checkpoints are uploaded to, and come back from when the folder's are damaged or gone (needs
+            `styrax-checkpoint[remote]`); nowhere by default.
     """
 
     kind: Literal["orbax"] = "orbax"
@@ -58,6 +63,7 @@ class CheckpointConfig:
     pack_below: NonNegative | None = None
     compress: tuple[str, ...] = ()
     timeout: Positive = 1800
+    mirror: Mirror | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -66,6 +72,11 @@ class CheckpointConfig:
     def smallest(self) -> int:
         """Bytes from which an array goes to Orbax."""
         return _PACK_BELOW[self.profile] if self.pack_below is None else self.pack_below
+
+    @property
+    def raw(self) -> bool:
+        """Whether every array gets files of its own, see `styrax.checkpoint.raw`; names differ by case there."""
+        return self.profile == "local" and sys.platform == "linux"
 
     def should_save(self, step: int) -> bool:
         """Tell whether a lasting checkpoint is due when `step` steps are done.
@@ -76,17 +87,27 @@ class CheckpointConfig:
         """
         return step > 0 and step % self.every == 0
 
-    def build(self, directory: str | Path, read_only: bool = False, **hooks: Any) -> Store:
-        """Open a folder for saving and restoring.
+    def build(self, directory: str | Path, read_only: bool = False) -> Store | TieredStore:
+        """Open a folder, or a URL, for saving and restoring.
 
         Args:
-            directory: Made if missing, unless `read_only`.
+            directory: A folder, made if missing unless `read_only`; or a URL such as `s3://bucket/run`.
             read_only: Only restore: take no lock and change nothing; may be done while another process saves.
-            hooks: `on_committed` and `protected` of `Store`.
+
+        Returns:
+            A `Store`, with `mirror` a `TieredStore`, of a URL a `BucketStore`.
 
         Raises:
             CheckpointError: The folder cannot be used, or another process saves there.
         """
+        if "://" in str(directory):
+            from styrax.checkpoint.remote.bucket_store import BucketStore
+
+            return BucketStore(str(directory), self, read_only=read_only)
+        if self.mirror is not None:
+            from styrax.checkpoint.remote.tiers import TieredStore
+
+            return TieredStore(directory, self.mirror, self, read_only=read_only)
         from styrax.checkpoint.store import Store
 
-        return Store(directory, self, read_only=read_only, **hooks)
+        return Store(directory, self, read_only=read_only)

@@ -34,6 +34,11 @@ def of(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def state() -> Any:
+    """Give a digest that is taken bit by bit: `update(data)`, then `hexdigest()`."""
+    return xxhash.xxh3_128()
+
+
 def of_file(path: Path) -> tuple[int, str]:
     """Give the size of a file and the digest of its bytes."""
     size, state = 0, xxhash.xxh3_128()

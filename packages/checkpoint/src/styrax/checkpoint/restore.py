@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from styrax.checkpoint import digest, structure
+from styrax.checkpoint import digest, raw, structure
 from styrax.checkpoint.errors import Damaged
 from styrax.checkpoint.items import is_iterator, is_module, mine, state_of, with_state
 from styrax.checkpoint.manifest import LEAVES, Leaf, leaf_name
+from styrax.checkpoint.naming import orbax_name
 from styrax.checkpoint.plan import Entry, Plan, Wanted
-from styrax.checkpoint.snapshot import orbax_name
 
 
 def read(checkpoint: Path, plan: Plan, *, timeout: int, verify: bool, index: int = 0, count: int = 1) -> dict[str, Any]:
@@ -40,25 +40,31 @@ def read(checkpoint: Path, plan: Plan, *, timeout: int, verify: bool, index: int
     import jax
 
     wanted = plan.leaves()
-    found: dict[tuple[str, str], Any] = {}
-    for folder in sorted({leaf.where for leaves in wanted.values() for leaf, _ in leaves if leaf.in_orbax}):
+    straight = _straight(plan)
+    found: dict[tuple[str, str], Any] = dict(raw.read(checkpoint, straight, verify=verify)) if straight else {}
+    done = set(found)
+    engine = {
+        name: [(leaf, want) for leaf, want in leaves if leaf.in_orbax and (name, leaf.path) not in done]
+        for name, leaves in wanted.items()
+    }
+    for folder in sorted({leaf.where for leaves in engine.values() for leaf, _ in leaves}):
         from styrax.checkpoint import arrays
 
         likes = {
             name: {orbax_name(leaf.path): _for_orbax(leaf, want) for leaf, want in leaves if leaf.where == folder}
-            for name, leaves in wanted.items()
+            for name, leaves in engine.items()
         }
         got = arrays.read(checkpoint / folder, {name: each for name, each in likes.items() if each}, timeout=timeout)
-        for name, leaves in wanted.items():
+        for name, leaves in engine.items():
             found |= {
                 (name, leaf.path): got[name].pop(orbax_name(leaf.path)) for leaf, _ in leaves if leaf.where == folder
             }
     if verify:
         bad = [
             leaf_name(name, leaf.path)
-            for name, leaves in wanted.items()
+            for name, leaves in engine.items()
             for leaf, _ in leaves
-            if leaf.in_orbax and not right(leaf, found[name, leaf.path])
+            if not right(leaf, found[name, leaf.path])
         ]
         if bad:
             raise Damaged(f"these leaves are not what was saved: {', '.join(bad)}")
@@ -101,6 +107,24 @@ def settle(result: dict[str, Any], like: Mapping[str, Any], *, in_place: bool) -
         if is_module(value):
             result[name] = with_state(value, result[name], in_place=in_place)
     return result
+
+
+def _straight(plan: Plan) -> dict[tuple[str, Leaf], str]:
+    """Choose the arrays that are read without Orbax: whole ones that stay on this host."""
+    found = {}
+    for name, leaves in plan.leaves().items():
+        for leaf, want in leaves:
+            file = raw.readable(plan.manifest, name, leaf) if _here(want) else None
+            if file is not None:
+                found[name, leaf] = file
+    return found
+
+
+def _here(want: Wanted) -> bool:
+    if want.form != "jax":
+        return True
+    devices = (want.sharding or default_sharding()).device_set
+    return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
 
 def digests_suffice(plan: Plan) -> bool:

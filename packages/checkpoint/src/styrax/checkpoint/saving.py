@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from styrax.checkpoint import commit, items, processes, snapshot, storage
+from styrax.checkpoint import commit, items, processes, raw, snapshot, storage
 from styrax.checkpoint.config import CheckpointConfig
 from styrax.checkpoint.errors import CheckpointError, explain
-from styrax.checkpoint.manifest import COMPRESSED, LEAVES, File, Manifest, Shard
+from styrax.checkpoint.manifest import ARRAYS, COMPRESSED, LEAVES, File, Item, Manifest, Shard
 from styrax.checkpoint.pending import THREADS_OUTLIVE_MAIN
 
 
@@ -100,6 +100,7 @@ class Writer:
             arrays,
             timeout=self._config.timeout,
             compress=folder == COMPRESSED,
+            raw=self._config.raw and folder != COMPRESSED,
         )
         if self._taken.on_host and THREADS_OUTLIVE_MAIN and self._channel.alone:
             return begin
@@ -120,7 +121,8 @@ class Writer:
             for name, path, *shard in json.loads(text):
                 shards.setdefault((name, path), []).append(_shard(shard))
         files: list[str] = json.loads(channel.share(json.dumps(commit.contents(folder) if channel.first else [])))
-        sealed = commit.seal(folder, files[channel.index :: channel.count])
+        recorded = self._taken.recorded(shards)
+        sealed = commit.seal(folder, files[channel.index :: channel.count], known=self._known(recorded, shards))
         found: dict[str, File] = {}
         for text in channel.gather(json.dumps([[name, file.size, file.digest] for name, file in sealed.items()])):
             found |= {name: File(size=size, digest=digest) for name, size, digest in json.loads(text)}
@@ -128,7 +130,7 @@ class Writer:
             manifest = Manifest(
                 step=self._step,
                 created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                items=self._taken.recorded(shards),
+                items=recorded,
                 files=dict(sorted(found.items())),
                 writer=writer(),
                 metrics=self._metrics,
@@ -137,6 +139,18 @@ class Writer:
             if self._config.verify == "readback":
                 _read_back(folder, manifest)
             commit.publish(folder, manifest)
+
+    def _known(self, recorded: Mapping[str, Item], shards: Mapping[tuple[str, str], list[Shard]]) -> dict[str, File]:
+        """Give the files whose digests are those of what was in memory."""
+        if not self._config.raw:
+            return {}
+        return {
+            file: facts
+            for name, item in recorded.items()
+            for leaf in item.leaves
+            if leaf.where == ARRAYS
+            for file, facts in raw.known(self._folder, name, leaf, shards.get((name, leaf.path), ())).items()
+        }
 
     def _failed(self, error: Exception) -> CheckpointError:
         try:

@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import re
-import urllib.parse
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from styrax.checkpoint import digest, structure
 from styrax.checkpoint.errors import CheckpointError
 from styrax.checkpoint.items import is_iterator, is_json, position_of, state_of
 from styrax.checkpoint.manifest import ARRAYS, COMPRESSED, Item, Leaf, Shard, leaf_name
+from styrax.checkpoint.naming import orbax_name
 from styrax.core import tree
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -142,19 +142,6 @@ def take(
     snapshot.packed = _pack(small, end)
     _hold(snapshot, borrow)
     return snapshot
-
-
-def orbax_name(path: str) -> str:
-    """Give the one flat name under which Orbax holds a leaf.
-
-    Orbax joins keys by dots, so that `{"a.b": x}` and `{"a": {"b": y}}` would be one entry; here no dot or
-    slash is left.
-
-    Example:
-        >>> orbax_name("a.b/c")
-        'a%2Eb%2Fc'
-    """
-    return urllib.parse.quote(path, safe="", errors="surrogatepass").replace(".", "%2E") or "%"
 
 
 def for_orbax(dtype: np.dtype) -> bool:

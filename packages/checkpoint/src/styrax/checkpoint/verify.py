@@ -9,6 +9,7 @@ from typing import Literal
 from styrax.checkpoint import digest, storage
 from styrax.checkpoint.errors import CheckpointError
 from styrax.checkpoint.manifest import ARRAYS, COMPRESSED, LEAVES, File, Manifest, leaf_name, read_manifest
+from styrax.checkpoint.naming import orbax_name
 
 Stamp = tuple[int, int, int]
 
@@ -55,14 +56,11 @@ def verify(
             damaged[name] = problem
         if progress is not None:
             progress(name, manifest.files[name].size)
-    owners: dict[str, str] = {}  # all damaged files of one item are due to the same leaves
+    cache: dict[tuple[str, str], list[str]] = {}
     problems = []
     for name, problem in damaged.items():
         owner = _owner(name, manifest) if _in_orbax(name) else None
-        text = owners.get(owner or "") or _part(checkpoint, name, manifest, owner, blame)
-        if owner:
-            owners[owner] = text
-        problems.append(f"{name}: {problem}{text}")
+        problems.append(f"{name}: {problem}{_part(checkpoint, name, manifest, owner, cache if blame else None)}")
     return problems
 
 
@@ -109,26 +107,30 @@ def _owner(file: str, manifest: Manifest) -> str | None:
     return next((name for name in manifest.items if folder in (name, f"-{name}")), None)
 
 
-def _part(checkpoint: Path, name: str, manifest: Manifest, owner: str | None, blame: bool) -> str:
+def _part(
+    checkpoint: Path, name: str, manifest: Manifest, owner: str | None, blamed: dict[tuple[str, str], list[str]] | None
+) -> str:
     """Say which item, and if it can be known which leaves, a damaged file belongs to."""
     if name == LEAVES:
         bad = _bad_leaves(checkpoint / name, manifest)
         return f" (leaf {', '.join(bad)})" if bad else " (padding between leaves)"
-    if _in_orbax(name):
-        folder = name.split("/")[0]
-        if owner is None:
-            return " (all arrays in Orbax)"
-        leaves = [leaf for leaf in manifest.items[owner].leaves if leaf.where == folder]
-        if len(leaves) > 1 and blame:
-            bad = bad_arrays(checkpoint, manifest, owner, folder)
-            if not bad:
-                return f" (item {owner}, none of its {len(leaves)} arrays is changed)"
-            if len(bad) < len(leaves):
-                return f" (leaf {', '.join(bad)})"
-        if len(leaves) == 1:
-            return f" (leaf {leaf_name(owner, leaves[0].path)})"
-        return f" (item {owner}, {'all ' if blame else ''}{len(leaves)} arrays)"
-    return next((f" (item {item})" for item, value in manifest.items.items() if value.file == name), "")
+    if not _in_orbax(name):
+        return next((f" (item {item})" for item, value in manifest.items.items() if value.file == name), "")
+    if owner is None:
+        return " (all arrays in Orbax)"
+    folder, _, below, *_ = [*name.split("/"), ""]
+    leaves = [leaf for leaf in manifest.items[owner].leaves if leaf.where == folder]
+    one = next((leaf for leaf in leaves if len(leaves) == 1 or orbax_name(leaf.path) == below), None)
+    if one is not None:  # the others are in other files, see `styrax.checkpoint.raw`
+        return f" (leaf {leaf_name(owner, one.path)})"
+    if blamed is None:
+        return f" (item {owner}, {len(leaves)} arrays)"
+    if (owner, folder) not in blamed:
+        blamed[owner, folder] = bad_arrays(checkpoint, manifest, owner, folder)
+    bad = blamed[owner, folder]
+    if not bad:
+        return f" (item {owner}, none of its {len(leaves)} arrays is changed)"
+    return f" (item {owner}, all {len(bad)} arrays)" if len(bad) == len(leaves) else f" (leaf {', '.join(bad)})"
 
 
 def bad_arrays(checkpoint: Path, manifest: Manifest, item: str, folder: str | None = None) -> list[str]:

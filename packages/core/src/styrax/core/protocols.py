@@ -51,7 +51,7 @@ class Optimizer(Protocol):
 class Checkpointer(Protocol):
     """Saves named items of a step and restores any of them."""
 
-    def save(self, step: int, items: Mapping[str, Any]) -> None:
+    def save(self, step: int, items: Mapping[str, Any]) -> Any:
         """Save; when it returns, the arrays may be donated or changed, and writing may go on behind."""
         ...
 

@@ -25,7 +25,7 @@ from styrax.train.hooks import Hook
 from styrax.train.interrupts import Interrupts
 from styrax.train.loss import next_token_loss
 from styrax.train.shardings import batch_sharding, batch_shards, state_shardings
-from styrax.train.snapshot import newest, restore, save
+from styrax.train.snapshot import due_by_time, newest, restore, save
 from styrax.train.step import Loss, Metrics, TrainState, init_state, make_step, split_model
 
 if TYPE_CHECKING:
@@ -183,16 +183,17 @@ def fit(
                 result = evaluate(state, held_out or (), token_bytes)
                 ledger.annotate(step, _held_out_metrics(result))
                 _tell(hooks, "on_evaluate", step, result, time.perf_counter() - begin)
-            if checkpointer is not None and (last or (save_every and step % save_every == 0)):
+            lasting = last or bool(save_every and step % save_every == 0)
+            if checkpointer is not None and (lasting or due_by_time(checkpointer, step)):
                 ledger.flush()
                 begin = time.perf_counter()
-                save(checkpointer, step, state, data, run_info)
+                save(checkpointer, step, state, data, run_info, metrics=ledger.last, temporary=not lasting)
                 ledger.saved = step
                 _tell(hooks, "on_save", step, time.perf_counter() - begin)
         # A signal may have come between the last step's save and here: no step is left unsaved.
         if checkpointer is not None and ledger.saved != step and step > start:
             ledger.flush()
-            save(checkpointer, step, state, data, run_info)
+            save(checkpointer, step, state, data, run_info, metrics=ledger.last)
         ledger.flush()
         if evaluate is not None and result is None and interrupts.received is None:
             result = evaluate(state, held_out or (), token_bytes)

@@ -24,13 +24,27 @@ def newest(checkpointer: Checkpointer) -> int | None:
     return max(checkpointer.steps(), default=None)
 
 
+def due_by_time(checkpointer: Checkpointer, step: int) -> bool:
+    """Whether the checkpointer itself wants a checkpoint now, one that goes when the next one is saved."""
+    due = getattr(checkpointer, "due", None)
+    return due is not None and due(step) == "temporary"
+
+
 def save(
-    checkpointer: Checkpointer, step: int, state: TrainState, data: Any, run_info: Mapping[str, Any] | None
+    checkpointer: Checkpointer,
+    step: int,
+    state: TrainState,
+    data: Any,
+    run_info: Mapping[str, Any] | None,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    temporary: bool = False,
 ) -> None:
     """Hand everything that the run is to the checkpointer, as named items.
 
     Items: ``params``, ``opt_state``, ``variables``, ``rng`` (key data), ``data`` (position, JSON), ``run``
-    (step, PRNG implementation and ``run_info``, JSON).
+    (step, PRNG implementation and ``run_info``, JSON). ``metrics`` and ``temporary`` go to checkpointers that
+    say when they are ``due``, as styrax-checkpoint's do.
     """
     if not (hasattr(data, "get_state") and hasattr(data, "set_state")):
         raise UserError(
@@ -38,6 +52,7 @@ def save(
             f"{type(data).__name__}. Pass a Grain iterator or a styrax-data loader, or no checkpointer"
         )
     run = {**(run_info or {}), "step": step, "prng_impl": str(jax.random.key_impl(state.key))}
+    more: dict[str, Any] = {"metrics": metrics, "temporary": temporary} if hasattr(checkpointer, "due") else {}
     checkpointer.save(
         step,
         {
@@ -48,6 +63,7 @@ def save(
             "data": encode(data.get_state()),
             "run": run,
         },
+        **more,
     )
 
 

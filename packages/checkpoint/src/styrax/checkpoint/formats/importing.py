@@ -20,8 +20,9 @@ from styrax.checkpoint.config import CheckpointConfig
 from styrax.checkpoint.errors import CheckpointError, explain
 from styrax.checkpoint.formats.base import Array, loaded, refuse
 from styrax.checkpoint.manifest import ARRAYS, LEAVES, Item, Leaf, Manifest, leaf_name, list_incomplete
+from styrax.checkpoint.naming import orbax_name
 from styrax.checkpoint.saving import writer
-from styrax.checkpoint.snapshot import ALIGN, NAME, for_orbax, orbax_name
+from styrax.checkpoint.snapshot import ALIGN, NAME, for_orbax
 from styrax.checkpoint.store import Store
 from styrax.core import tree
 
@@ -117,7 +118,7 @@ def _write(
     if large:
         from styrax.checkpoint import arrays as engine
 
-        engine.Writing(folder / ARRAYS, large, timeout=config.timeout).wait()
+        engine.Writing(folder / ARRAYS, large, timeout=config.timeout, raw=config.raw).wait()
     return found
 
 

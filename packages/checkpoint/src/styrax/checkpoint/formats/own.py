@@ -13,7 +13,7 @@ from styrax.checkpoint.formats.base import Array, read_into, reading
 from styrax.checkpoint.formats.casting import dtype_named
 from styrax.checkpoint.formats.names import tree_path
 from styrax.checkpoint.manifest import LEAVES, Leaf, leaf_name, read_manifest
-from styrax.checkpoint.snapshot import orbax_name
+from styrax.checkpoint.naming import item_name, orbax_name
 from styrax.checkpoint.verify import verify
 from styrax.core import nearest
 
@@ -75,7 +75,6 @@ def stored(checkpoint: Path, item: str, leaves: Sequence[Leaf], *, one_by_one: b
     """
     if not leaves:
         return {}
-    from styrax.checkpoint.arrays import item_name
     from styrax.checkpoint.formats.orbax import Reader
 
     found: dict[str, Array] = {}

@@ -16,13 +16,12 @@ import jax
 import numpy as np
 
 from styrax.checkpoint import digest, structure
-from styrax.checkpoint.arrays import item_name
 from styrax.checkpoint.errors import CheckpointError, Damaged
 from styrax.checkpoint.manifest import LEAVES, Leaf, Manifest, leaf_name, step_name
+from styrax.checkpoint.naming import item_name, orbax_name
 from styrax.checkpoint.remote.objects import Objects
 from styrax.checkpoint.remote.threads import ordered
 from styrax.checkpoint.restore import default_sharding
-from styrax.checkpoint.snapshot import orbax_name
 from styrax.core import nearest, tree
 
 Box = tuple[tuple[int, int], ...]
@@ -148,11 +147,21 @@ def _engine(store: Mapping[str, Any], folder: str, leaf: Leaf, name: str) -> Cal
     import tensorstore  # comes with Orbax
 
     base = {**store, "path": f"{store['path']}{folder}"}
-    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{orbax_name(leaf.path)}/"}}
+    entry = f"{orbax_name(leaf.path)}/"
+    packed = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": entry}}
+    plain = {"driver": "zarr", "kvstore": {**base, "path": f"{base['path']}{entry}"}}
+
+    def opened() -> Any:
+        try:
+            return tensorstore.open(packed, read=True, open=True).result()
+        except ValueError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return tensorstore.open(plain, read=True, open=True).result()
 
     def part(box: Box) -> np.ndarray:
         try:
-            array = tensorstore.open(spec, read=True, open=True).result()
+            array = opened()
             if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
                 raise Damaged(f"{name}: {array.dtype.name}{list(array.shape)}, expected {leaf.dtype}{list(leaf.shape)}")
             return array[tuple(slice(*bounds) for bounds in box)].read().result()
