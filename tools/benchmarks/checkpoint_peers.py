@@ -171,6 +171,12 @@ SAVE_OPTIONS: list[dict[str, Any]] = [
     _OFF,
     {**_OFF, "array_options.saving.enable_write_sharding_file": False, "memory_options.deepcopy_host_arrays": False},
     {**_OFF, "array_options.saving.use_ocdbt": False},
+    {
+        **_OFF,
+        "array_options.saving.use_ocdbt": False,
+        "array_options.saving.use_zarr3": False,
+        "memory_options.deepcopy_host_arrays": False,
+    },
 ]
 LOAD_OPTIONS: list[dict[str, Any]] = [{}, *({_READ: count * 2**20} for count in (128, 256, 512))]
 

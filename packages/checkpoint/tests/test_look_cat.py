@@ -15,6 +15,10 @@ NOISE = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
 RUN = {"step": 1, "a/b": [{"ü": "ü"}, 2.5], "empty": {}}
 
 
+def big_files(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cat")
@@ -180,7 +184,7 @@ def test_mistakes_are_told(directory, look):
 def test_damage_is_not_printed(tmp_path, look):
     with CheckpointConfig(pack_below=1000).build(tmp_path) as store:
         store.save(1, {"params": {"large": NOISE, "small": np.arange(3), "other": np.ones(2)}, "run": {"a": 1}})
-    for path in [path for path in (tmp_path / "00000001/orbax/params").rglob("*") if path.is_file() and path.stat().st_size > 1000]:
+    for path in big_files(tmp_path / "00000001/orbax/params"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 16
         path.write_bytes(data)

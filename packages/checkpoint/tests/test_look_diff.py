@@ -10,6 +10,10 @@ from styrax.checkpoint import CheckpointConfig, CheckpointError
 from styrax.checkpoint.diff import Change, diff
 
 
+def big_files(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+
+
 def save(folder, step, items, **config):
     with CheckpointConfig(pack_below=1000, keep_last=99, **config).build(folder) as store:
         store.save(step, items)
@@ -169,7 +173,7 @@ def test_trouble_is_no_difference(tmp_path, base, look):
     ):
         found = look("diff", *arguments)
         assert (found.code, found.out) == (2, "") and text in found.err
-    for path in [path for path in (tmp_path / "run/00000002/orbax/params").rglob("*") if path.is_file() and path.stat().st_size > 1000]:
+    for path in big_files(tmp_path / "run/00000002/orbax/params"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 16
         path.write_bytes(data)

@@ -85,6 +85,10 @@ def read(directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: in
     leaves = [leaf for arrays in wanted.values() for leaf in arrays.values()]
     largest = max((leaf.dtype.itemsize * _size(leaf.shape) for leaf in leaves), default=0)
     context = _context(timeout)
+    # Each process reads by itself what it needs: so none waits in Orbax for another one, whose files may be damaged.
+    me = jax.process_index()
+    sharing = context.multiprocessing_options
+    sharing.primary_host, sharing.active_processes, sharing.barrier_sync_key_prefix = me, {me}, f"process-{me}"
     # Bounded reads are both leaner and faster than all at once; one array must fit.
     context.pytree_options.loading.partial_load = True  # what else lies there is not asked for
     context.memory_options.read_concurrent_bytes = max(_LEAST_IN_FLIGHT, 2 * largest)

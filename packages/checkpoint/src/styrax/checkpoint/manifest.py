@@ -85,6 +85,9 @@ class Leaf:
         return self.where in (ARRAYS, COMPRESSED)
 
 
+_DEFAULTS = [(each.name, each.default) for each in dataclasses.fields(Leaf)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Item:
     """A named part of a checkpoint.
@@ -254,7 +257,7 @@ def _plain(item: Item) -> dict[str, Any]:
 
 
 def _leaf_record(leaf: Leaf) -> dict[str, Any]:
-    record = {f.name: value for f in dataclasses.fields(leaf) if (value := getattr(leaf, f.name)) != f.default}
+    record = {name: value for name, default in _DEFAULTS if (value := getattr(leaf, name)) != default}
     if leaf.shards:
         record["shards"] = [[shard.start, shard.stop, shard.digest] for shard in leaf.shards]
     return record

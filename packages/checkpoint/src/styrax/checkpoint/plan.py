@@ -222,7 +222,7 @@ def plan(
 def _want(leaf: Any) -> Wanted | None:
     if isinstance(leaf, (np.ndarray, np.generic)):
         form = "scalar" if isinstance(leaf, np.generic) else "numpy"
-        return Wanted(form=form, shape=leaf.shape, dtype=leaf.dtype.name)
+        return Wanted(form=form, shape=leaf.shape, dtype=_dtype_name(leaf.dtype))
     if type(leaf) in (bool, int, float, complex, str, bytes):
         return Wanted(form="python", dtype=type(leaf).__name__)
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
@@ -266,6 +266,7 @@ def _may_cast(leaf: Leaf, want: Wanted, cast: Cast) -> bool:
     return castable(np.dtype(leaf.dtype), np.dtype(str(want.dtype)), cast)
 
 
+@functools.lru_cache(maxsize=256)
 def _dtype_name(dtype: Any) -> str:
     # A typed key's dtype is no numpy dtype, and its text names the implementation.
     return np.dtype(dtype).name if isinstance(dtype, (np.dtype, type, str)) else str(dtype)

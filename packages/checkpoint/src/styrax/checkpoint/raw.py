@@ -60,6 +60,13 @@ def known(folder: Path, item: str, leaf: Leaf, shards: Sequence[Shard]) -> dict[
     return found
 
 
+def memory(nbytes: int) -> np.ndarray:
+    """Give fresh bytes, aligned so that jax takes them as its own."""
+    found = np.empty(nbytes + _ALIGN, np.uint8)
+    shift = -found.ctypes.data % _ALIGN
+    return found[shift : shift + nbytes]
+
+
 def readable(manifest: Manifest, item: str, leaf: Leaf) -> str | None:
     """Name the one file that is the whole of a leaf, or `None` if there is none."""
     if leaf.digest is None or not leaf.in_orbax:
@@ -88,9 +95,7 @@ def read(
 
     def one(entry: tuple[tuple[str, Leaf], str]) -> tuple[np.ndarray | None, str]:
         (_, leaf), name = entry
-        memory = np.empty(leaf.nbytes + _ALIGN, np.uint8)
-        shift = -memory.ctypes.data % _ALIGN
-        data = memory[shift : shift + leaf.nbytes]
+        data = memory(leaf.nbytes)
         view, at = data.data, 0
         state = digest.state() if verify else None
         with (checkpoint / name).open("rb", buffering=0) as handle:

@@ -238,7 +238,12 @@ class Reader:
         # Arrays that can be compared when they are read need no second look at their files.
         sizes = mode == "size" or restore.digests_suffice(planned)
         problems = verify(
-            checkpoint, mode="size" if sizes else "checksum", items=planned.like, trusted=self._trusted, documents=True
+            checkpoint,
+            mode="size" if sizes else "checksum",
+            items=planned.like,
+            trusted=self._trusted,
+            documents=True,
+            manifest=planned.manifest,
         )
         if problems:
             raise self._damaged(step, problems)

@@ -183,21 +183,50 @@ def _for_orbax(leaf: Leaf, want: Wanted) -> Any:
 
 
 def _packed(checkpoint: Path, name: str, leaves: Collection[tuple[Leaf, Wanted]]) -> dict[str, Any]:
+    """Read the small arrays of an item: most of them at once, or a few one by one."""
+    packed = [(leaf, want) for leaf, want in leaves if leaf.where == "packed"]
+    full = [leaf for leaf, _ in packed if leaf.nbytes]
     found, bad = {}, []
     file = checkpoint / LEAVES
     with contextlib.ExitStack() as stack:
-        handle = None
-        for leaf in (leaf for leaf, _ in leaves if leaf.where == "packed"):
-            data = np.empty(leaf.nbytes, np.uint8)
-            if leaf.nbytes:
-                handle = handle or stack.enter_context(file.open("rb"))
-                handle.seek(leaf.offset or 0)
-                if handle.readinto(data.data) != leaf.nbytes or digest.of(data.data) != leaf.digest:
-                    bad.append(leaf_name(name, leaf.path))
-            found[leaf.path] = data.view(np.dtype(leaf.dtype)).reshape(leaf.shape)
+        handle = stack.enter_context(file.open("rb", buffering=0)) if full else None
+        begin = min((leaf.offset or 0 for leaf in full), default=0)
+        end = max(((leaf.offset or 0) + leaf.nbytes for leaf in full), default=0)
+        together = None
+        if handle is not None and 2 * sum(leaf.nbytes for leaf in full) > end - begin:
+            together = raw.memory(end - begin)  # offsets are aligned in the file, so they are here
+            handle.seek(begin)
+            if _fill(handle, together) < end - begin:
+                raise Damaged(f"{file} is shorter than it was")
+        for leaf, want in packed:
+            at = (leaf.offset or 0) - begin
+            if together is None:
+                data = raw.memory(leaf.nbytes)
+                if handle is not None and leaf.nbytes:
+                    handle.seek(leaf.offset or 0)
+                    _fill(handle, data)
+            else:
+                data = together[at : at + leaf.nbytes] if leaf.nbytes else raw.memory(0)
+            if leaf.nbytes and digest.of(data.data) != leaf.digest:
+                bad.append(leaf_name(name, leaf.path))
+            if together is not None and want.form != "jax":
+                data = data.copy()  # whoever keeps one array does not keep all
+            found[leaf.path] = data.view(_dtype(leaf.dtype)).reshape(leaf.shape)
     if bad:
         raise Damaged(f"{file} is damaged, these leaves are not what was saved: {', '.join(bad)}")
     return found
+
+
+def _fill(handle: Any, data: np.ndarray) -> int:
+    at = 0
+    while at < data.nbytes and (count := handle.readinto(data.data[at:])):
+        at += count
+    return at
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(name)
 
 
 def _place(leaves: list[tuple[Entry, Any]]) -> list[Any]:

@@ -48,7 +48,8 @@ def fingerprint(what: Manifest | Mapping[str, Any], *, items: Iterable[str] | No
         rows = [_row(name, leaf) for name in wanted for leaf in what.items[name].leaves]
     else:
         rows = list(_of_trees({name: what[name] for name in wanted}))
-    lines = (json.dumps(row, separators=(",", ":")) + "\n" for row in sorted(rows, key=lambda row: row[:2]))
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    lines = (encode(row) + "\n" for row in sorted(rows, key=lambda row: row[:2]))
     return digest.of("".join(lines).encode())
 
 

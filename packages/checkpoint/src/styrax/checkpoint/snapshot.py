@@ -228,8 +228,11 @@ def _remote(array: Any) -> bool:
 
 
 def _pack(small: list[tuple[Leaf, Any]], end: int) -> np.ndarray:
-    for _, data in small:
-        if hasattr(data, "copy_to_host_async"):
+    import jax
+
+    arrays = [data for _, data in small if isinstance(data, jax.Array)]  # without any, no device is asked for
+    if arrays and jax.default_backend() != "cpu":
+        for data in arrays:
             data.copy_to_host_async()
     packed = np.zeros(end, np.uint8)
     for leaf, data in small:

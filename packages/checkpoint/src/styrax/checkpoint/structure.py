@@ -13,6 +13,8 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from styrax.core.tree import is_variable
 
 
@@ -78,6 +80,11 @@ def _describe(tree: Any, numbers: Iterator[int]) -> Any:
 
     if tree is None:
         return None
+    if isinstance(tree, (jax.Array, np.ndarray)):
+        return next(numbers)
+    if type(tree) is dict and all(type(key) is str for key in tree):  # what most trees are made of
+        found = {key: _describe(tree[key], numbers) for key in sorted(tree)}
+        return {"d": [[key, found[key]] for key in tree]}
     if jax.tree_util.all_leaves([tree]):
         return next(numbers)
     pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]

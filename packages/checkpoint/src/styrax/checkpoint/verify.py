@@ -24,6 +24,7 @@ def verify(
     blame: bool = True,
     progress: Callable[[str, int], None] | None = None,
     documents: bool = False,
+    manifest: Manifest | None = None,
 ) -> list[str]:
     """Compare the files of one checkpoint with its manifest.
 
@@ -36,6 +37,7 @@ def verify(
         part: Number and count of those who share the files among them; each compares some.
         blame: Read the arrays of a damaged file one by one, to name those that are damaged (this imports jax).
         documents: Compare the digests of what is not in Orbax, even by `mode="size"`.
+        manifest: That of the checkpoint, if it was just read.
         progress: Called with the name and bytes of each file when it is done.
 
     Returns:
@@ -43,7 +45,7 @@ def verify(
     """
     checkpoint = Path(checkpoint)
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = manifest or read_manifest(checkpoint)
     except CheckpointError as error:
         return [str(error)]
     names = None if items is None else set(items)
