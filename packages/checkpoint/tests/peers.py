@@ -128,7 +128,7 @@ def strike(directory: str, victim: int, phase: str, how: str) -> None:
     store = CheckpointConfig(pack_below=64).build(directory)
     store.save(1, items(1))
     store.wait()
-    if INDEX == victim:
+    if victim == INDEX:
         act = _strike(how)
         if phase == "stage":
             snapshot.take = act
@@ -155,7 +155,7 @@ def strike(directory: str, victim: int, phase: str, how: str) -> None:
 def leave(directory: str, victim: int) -> None:
     """Save in the background, while one process dies; nobody waits for it, and the program ends."""
     store = CheckpointConfig(pack_below=64).build(directory)
-    if INDEX == victim:
+    if victim == INDEX:
         saving.commit.seal = _strike("kill")
     store.save(1, items(1))
     print("end", time.time(), flush=True)
@@ -178,7 +178,9 @@ def damage(directory: str) -> None:
     real_verify, real_read = reading.verify, restore.read
 
     def verify(checkpoint, **options):
-        return ["aux/leaves.bin: cut off here"] if Path(checkpoint).name == "00000002" else real_verify(checkpoint, **options)
+        if Path(checkpoint).name == "00000002":
+            return ["aux/leaves.bin: cut off here"]
+        return real_verify(checkpoint, **options)
 
     def read(checkpoint, *args, **options):
         found = real_read(checkpoint, *args, **options)

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from styrax.checkpoint.errors import CheckpointError
 
@@ -129,6 +130,20 @@ class Ticket:
         return self._save is None or not self._save.running
 
 
+def abandon(reason: str) -> None:
+    """Note that another process of this run is gone, so that this one ends without waiting for it.
+
+    jax and Orbax would wait at exit, for minutes, and jax then kills the process. Nothing that is not told can be
+    lost by that: whoever learned that a process is gone has raised it.
+
+    Args:
+        reason: Which process, and how that is known.
+    """
+    _watch()
+    if reason not in _gone:
+        _gone.append(reason)
+
+
 def _nothing() -> None:
     pass
 
@@ -136,6 +151,7 @@ def _nothing() -> None:
 # The interpreter ends once for all stores, so this is the process's and not a store's.
 _unfinished: set[Save] = set()
 _watching: list[int] = []
+_gone: list[str] = []
 
 
 def _watch() -> None:
@@ -143,6 +159,7 @@ def _watch() -> None:
         return
     _watching[:] = [os.getpid()]
     _unfinished.clear()  # after a fork these are the parent's
+    _gone.clear()
     atexit.register(_report)
     hook = getattr(threading, "_register_atexit", None)
     if hook is not None:
@@ -153,6 +170,8 @@ def _drain() -> None:
     if os.getpid() in _watching:
         for save in list(_unfinished):
             save.join()
+        if _gone:
+            _end(1)
 
 
 def _report() -> None:
@@ -163,10 +182,18 @@ def _report() -> None:
         _drain()
     except KeyboardInterrupt:
         code = 130
-    lost = [save for save in _unfinished if save.running or save.error is not None]
-    if not lost:
-        return
-    for save in lost:
+    if _lost():
+        _end(code)
+
+
+def _lost() -> list[Save]:
+    return [save for save in _unfinished if save.running or save.error is not None]
+
+
+def _end(code: int) -> NoReturn:
+    for reason in _gone:
+        print(f"error: {reason}; this process ends without waiting for it", file=sys.stderr)
+    for save in _lost():
         reason = save.error or f"interrupted while it was written to {save.directory}"
         print(f"error: the checkpoint of step {save.step} is lost: {reason}", file=sys.stderr)
     # Nothing else can change the exit code here, and a lost checkpoint must not look like success.

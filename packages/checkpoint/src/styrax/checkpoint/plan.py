@@ -14,7 +14,7 @@ from styrax.checkpoint import digest
 from styrax.checkpoint.errors import CheckpointError
 from styrax.checkpoint.items import is_iterator, is_json, state_of
 from styrax.checkpoint.manifest import Item, Leaf, Manifest, leaf_name
-from styrax.checkpoint.policy import Cast, Policy, castable, check_cast
+from styrax.checkpoint.policy import Cast, Policy, castable, check_cast, check_patterns
 from styrax.core import nearest, tree
 
 _EMPTY = [digest.of(text) for text in (b"{}", b"[]", b"null")]
@@ -86,8 +86,12 @@ class _Fit:
         check_cast(cast)
         self._cast: Cast = cast
         self._only = [only] if isinstance(only, str) else only
+        if self._only is not None:
+            check_patterns(self._only, "only")
+            self._only = list(self._only)
         self._missing = Policy(on_missing, "on_missing", ("keep",), functions=True)
         self._extra = Policy(on_extra, "on_extra", ("drop",))
+        self._paths: list[str] = []  # asked whether they are chosen
         self.problems: list[str] = []
         self.left: list[str] = []
         self.kept: list[str] = []
@@ -98,6 +102,7 @@ class _Fit:
             return self._absent(name, like, known)
         if item.kind == "tree":
             return tuple(self._tree(name, item, like))
+        self._paths.append(name)
         return None
 
     def _absent(self, name: str, like: Any, known: Mapping[str, Item]) -> tuple[Entry, ...]:
@@ -148,7 +153,16 @@ class _Fit:
         return entries
 
     def _chosen(self, path: str) -> bool:
-        return self._only is None or any(tree.match(pattern, path) for pattern in self._only)
+        if self._only is None:
+            return True
+        self._paths.append(path)
+        return any(tree.match(pattern, path) for pattern in self._only)
+
+    def unused(self) -> None:
+        """Note the patterns of `only` that fit nothing that was asked for: they are mistyped."""
+        for pattern in self._only or ():
+            if not any(tree.match(pattern, path) for path in self._paths):
+                self.problems.append(f"only: {pattern!r} fits nothing{nearest(pattern, self._paths)}")
 
     def _given(self, name: str, path: str, like: Any) -> Entry:
         """Take a leaf that is not read: its value in `like`, or what a function gives."""
@@ -163,11 +177,8 @@ class _Fit:
                 f"{full}: is not read from the checkpoint and has no value, only a shape; give an array, or for "
                 "on_missing a function that makes one"
             )
-        elif callable(answer) and hasattr(like, "shape") and (value.shape, value.dtype) != (like.shape, like.dtype):
-            self.problems.append(
-                f"{full}: the function of on_missing gave {value.dtype}{list(value.shape)}, expected "
-                f"{like.dtype}{list(like.shape)}"
-            )
+        elif callable(answer) and hasattr(like, "shape") and _kind(value) != _kind(like):
+            self.problems.append(f"{full}: the function of on_missing gave {_kind(value)}, expected {_kind(like)}")
         self.kept.append(full)
         return Entry(leaf=None, want=want, value=value)
 
@@ -198,6 +209,8 @@ def plan(
             allows it; all are listed by path.
     """
     fit = _Fit(only, on_missing, on_extra, cast)
+    if not isinstance(like, Mapping) or not all(isinstance(name, str) for name in like):
+        raise CheckpointError(f"expected item -> what to restore it as, such as {{'params': None}}, got {like!r:.200}")
     trees: dict[str, tuple[Entry, ...]] = {}
     for name, value in like.items():
         item = manifest.items.get(name)
@@ -209,6 +222,9 @@ def plan(
             if manifest.files[str(item.file)].digest not in _EMPTY or tree.flatten(value):
                 fit.problems.append(f"item {name!r}: is plain JSON in the checkpoint; ask for it with None")
             trees[name] = ()
+        elif item is not None and item.kind == "json" and is_iterator(value):
+            fit.problems.append(f"item {name!r}: is plain JSON in the checkpoint, not the position of an iterator")
+    fit.unused()
     if fit.problems:
         head = f"step {manifest.step} in {directory} is not what was asked for, {len(fit.problems)} difference(s):"
         tail = (
@@ -217,6 +233,12 @@ def plan(
         )
         raise CheckpointError("\n  ".join([head, *fit.problems]) + f"\n{tail}")
     return Plan(manifest=manifest, like=like, trees=trees, left=tuple(fit.left), kept=tuple(fit.kept))
+
+
+def _kind(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{_dtype_name(value.dtype)}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
 
 
 def _want(leaf: Any) -> Wanted | None:

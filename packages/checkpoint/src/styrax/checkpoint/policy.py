@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import ml_dtypes
@@ -34,8 +34,9 @@ class Policy:
     def __init__(self, given: Any, argument: str, answers: tuple[str, ...], *, functions: bool = False) -> None:
         self._answers: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"**": given}
         allowed = ("error", *answers)
+        check_patterns(self._answers, argument)
         for pattern, answer in self._answers.items():
-            if answer in allowed or (functions and callable(answer)):
+            if (isinstance(answer, str) and answer in allowed) or (functions and callable(answer)):
                 continue
             near = nearest(answer, allowed) if isinstance(answer, str) else ""
             expected = ", ".join(map(repr, allowed)) + (" or a function of path and leaf" if functions else "")
@@ -46,9 +47,20 @@ class Policy:
         return next((answer for pattern, answer in self._answers.items() if tree.match(pattern, path)), "error")
 
 
+def check_patterns(patterns: Any, argument: str) -> None:
+    """Raise if these are no patterns over paths."""
+    if isinstance(patterns, Iterable):
+        patterns = list(patterns)
+        wrong = [pattern for pattern in patterns if not isinstance(pattern, str)]
+        if not wrong:
+            return
+        patterns = wrong[0]
+    raise CheckpointError(f"{argument}: expected patterns over item/path, such as 'params/**', got {patterns!r}")
+
+
 def check_cast(cast: str) -> None:
     """Raise if this is no way to cast."""
-    if cast not in _CASTS:
+    if not isinstance(cast, str) or cast not in _CASTS:
         expected = ", ".join(map(repr, _CASTS))
         raise CheckpointError(f"cast: expected {expected}, got {cast!r}{nearest(str(cast), _CASTS)}")
 
@@ -74,7 +86,23 @@ def castable(saved: np.dtype, wanted: np.dtype, cast: Cast) -> bool:
     return cast == "any" and not (saved.kind == "c" and wanted.kind != "c")
 
 
+def convert(data: Any, dtype: np.dtype) -> Any:
+    """Cast an array, numpy's or jax's; some pairs of the rarer dtypes only by way of a wider one.
+
+    Example:
+        >>> convert(np.array([1, 2]).astype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.int4)).tolist()
+        [1, 2]
+    """
+    try:
+        return data.astype(dtype)
+    except TypeError:
+        wide = np.int32 if _is_int(np.dtype(data.dtype)) and _is_int(dtype) else np.float32
+        return data.astype(wide).astype(dtype)
+
+
 def _lossless(saved: np.dtype, wanted: np.dtype) -> bool:
+    if wanted.name == "float8_e8m0fnu":
+        return False  # it has powers of two alone, no zero and no sign
     if saved.kind == "b":
         return True
     if wanted.kind == "b":
@@ -89,7 +117,7 @@ def _lossless(saved: np.dtype, wanted: np.dtype) -> bool:
         if _is_int(wanted):
             return int(ml_dtypes.iinfo(wanted).min) <= low and high <= int(ml_dtypes.iinfo(wanted).max)
         info = ml_dtypes.finfo(wanted)
-        return max(-low, high) <= 2 ** (info.nmant + 1) and high <= float(info.max)
+        return max(-low, high) <= min(2 ** (info.nmant + 1), float(info.max))
     if _is_int(wanted):
         return False
     have, want = ml_dtypes.finfo(saved), ml_dtypes.finfo(wanted)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from styrax.checkpoint import storage
+from styrax.checkpoint import pending, storage
 from styrax.checkpoint.errors import CheckpointError, Damaged
 
 PREFIX = ".meeting-"
@@ -29,6 +29,10 @@ _BEAT = 2.0
 _SILENCE = 25.0  # seconds without a beat after which a process counts as dead
 _LEAVE = 5.0  # seconds that process 0 waits for the others to close
 _APPEAR = 60.0  # seconds for a folder made by one process to be seen by another one
+
+
+class Gone(CheckpointError):
+    """Another process of this run has ended, or does not answer."""
 
 
 def several() -> bool:
@@ -232,21 +236,30 @@ class Channel:
         """Tell the others, wherever they wait in this conversation, that this process has failed."""
         if self._group.count > 1:
             with contextlib.suppress(OSError):
-                _put(self._group.path(f"{self._name}.failed.{self._group.index}"), str(error))
+                gone = isinstance(error, Gone)
+                _put(self._group.path(f"{self._name}.failed.{self._group.index}"), json.dumps([gone, str(error)]))
 
     def check(self) -> None:
-        """Raise if another process has said that it failed, has ended, or does not answer."""
+        """Raise if another process has said that it failed, has ended, or does not answer.
+
+        Raises:
+            Gone: One is gone, as was found here or by another one; the end of this process will not wait for it.
+            CheckpointError: Another failure.
+        """
         group = self._group
         if group.count == 1:
             return
         for index in range(group.count):
             if index != group.index:
                 with contextlib.suppress(FileNotFoundError):
-                    reason = group.path(f"{self._name}.failed.{index}").read_text()
-                    raise CheckpointError(f"process {index} failed: {reason}")
+                    gone, reason = json.loads(group.path(f"{self._name}.failed.{index}").read_text())
+                    if gone:
+                        pending.abandon(reason)
+                    raise (Gone if gone else CheckpointError)(f"process {index} failed: {reason}")
         reason = group.silent()
         if reason is not None:
-            raise CheckpointError(reason)
+            pending.abandon(reason)
+            raise Gone(reason)
 
     def end(self) -> None:
         """Remove the last messages of this process, when every process is done with this conversation."""

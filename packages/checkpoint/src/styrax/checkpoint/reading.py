@@ -220,7 +220,7 @@ class Reader:
             try:
                 planned = plan.plan(self.manifest(step), like, self.directory, **options)
                 result = self._read(step, planned), planned
-            except CheckpointError as raised:
+            except Exception as raised:  # a function of `on_missing` may raise anything, and the others must hear of it
                 error = raised
             after = self._identity(step)
             if before == after:
@@ -318,7 +318,7 @@ class Reader:
             self.skipped[step] = problems
             warnings.warn(f"{error}; taking the next older one", stacklevel=4)
 
-    def _agree(self, error: CheckpointError | None) -> None:
+    def _agree(self, error: Exception | None) -> None:
         talk = self.talk()
         if talk is None:
             processes.agree(error)

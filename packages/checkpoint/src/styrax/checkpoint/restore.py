@@ -18,6 +18,7 @@ from styrax.checkpoint.items import is_iterator, is_module, mine, state_of, with
 from styrax.checkpoint.manifest import LEAVES, Leaf, leaf_name
 from styrax.checkpoint.naming import orbax_name
 from styrax.checkpoint.plan import Entry, Plan, Wanted
+from styrax.checkpoint.policy import convert
 
 
 def read(checkpoint: Path, plan: Plan, *, timeout: int, verify: bool, index: int = 0, count: int = 1) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def _place(leaves: list[tuple[Entry, Any]]) -> list[Any]:
             default = default_sharding()  # not before it is needed: this starts jax's devices
         sharding = (want.sharding or default) if want.form == "jax" else None
         if want.dtype is not None and leaf.kind != "key" and want.dtype != leaf.dtype:
-            data = data.astype(np.dtype(want.dtype))
+            data = convert(data, np.dtype(want.dtype))
         if sharding is not None and isinstance(data, np.ndarray) and not sharding.is_fully_addressable:
             data = jax.make_array_from_callback(data.shape, sharding, functools.partial(_part, data))
         if leaf.kind == "key":

@@ -58,9 +58,13 @@ class Writer:
             )
             if self._channel.first:
                 storage.make_folder(self._folder)
-        except (OSError, CheckpointError) as raised:
+        except Exception as raised:  # an iterator may raise anything, and the others must hear of it
             error = self._explained(raised)
-        positions = [json.loads(text) for text in self._channel.agree(error, json.dumps(self._taken.positions))]
+        try:
+            texts = self._channel.agree(error, json.dumps(self._taken.positions))
+        except CheckpointError as raised:
+            raise self._failed(raised) from raised.__cause__
+        positions = [json.loads(text) for text in texts]
         for name in self._taken.positions:
             file = self._taken.items[name].file
             self._taken.documents[str(file)] = items.merged([position[name] for position in positions])
