@@ -141,13 +141,11 @@ def strike(directory: str, victim: int, phase: str, how: str) -> None:
                 arrays.Writing.wait = lambda self, check: (real(self, check), act())
         else:
             commit.seal = act
-    else:
-        print("saving", time.time(), flush=True)
     try:
         store.save(2, items(2))
         store.wait()
     except CheckpointError as error:
-        print("told", time.time(), error, flush=True)
+        print("told", error, flush=True)
         raise
     print("saved", flush=True)
 
@@ -158,7 +156,6 @@ def leave(directory: str, victim: int) -> None:
     if victim == INDEX:
         saving.commit.seal = _strike("kill")
     store.save(1, items(1))
-    print("end", time.time(), flush=True)
 
 
 def apart(directory: str) -> None:

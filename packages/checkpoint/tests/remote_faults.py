@@ -9,7 +9,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from styrax.checkpoint import commit
 from styrax.checkpoint.manifest import Item, Manifest, step_name
 
-URL = "faulty://bucket/run"
+URL = "unsteady://bucket/run"
 CHANGES = ("pipe_file", "put_file", "rm_file")
 READS = ("ls", "find", "info", "cat_file")
 
@@ -17,7 +17,7 @@ READS = ("ls", "find", "info", "cat_file")
 class Faulty(MemoryFileSystem):
     """Objects in memory; `before` and `after` are called with operation and name, and may raise, wait or change."""
 
-    protocol = "faulty"
+    protocol = "unsteady"
     cachable = False
     store = {}  # noqa: RUF012
     pseudo_dirs = [""]  # noqa: RUF012
@@ -28,7 +28,7 @@ class Faulty(MemoryFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.removeprefix("faulty://"))
+        return super()._strip_protocol(path.removeprefix("unsteady://"))
 
     def _do(self, operation, path, *args, **kwargs):
         name = path.partition("/run")[2].lstrip("/")
@@ -72,7 +72,7 @@ class Faulty(MemoryFileSystem):
     mv = copy = cp_file
 
 
-register_implementation("faulty", Faulty, clobber=True)
+register_implementation("unsteady", Faulty, clobber=True)
 
 
 def wipe():

@@ -308,7 +308,7 @@ with Store(sys.argv[1]) as store:
 
 def test_readme(tmp_path, monkeypatch):
     text = Path(__file__).parents[1].joinpath("README.md").read_text()
-    (block,) = (part.split("```")[0] for part in text.split("```python\n")[1:])
+    block, *_ = (part.split("```")[0] for part in text.split("```python\n")[1:])
     monkeypatch.chdir(tmp_path)
     for start in (None, 30):
         names = {}

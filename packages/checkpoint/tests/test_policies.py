@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from styrax.checkpoint import CheckpointConfig, CheckpointError
-from styrax.checkpoint.policy import castable
+from styrax.checkpoint.policy import castable, convert
 
 PARAMS = {
     "embed": np.arange(40, dtype=np.float32).reshape(8, 5),
@@ -69,7 +69,7 @@ def test_missing_is_made_by_a_function(store, same):
     assert sorted(asked) == [("params/lora/a", (2, 2)), ("params/lora/b", ())]
     resumed = store.resume(more(lora=lora), on_missing=make, on_extra="drop")
     assert resumed.kept == ("params/lora/a", "params/lora/b")
-    assert resumed.left == ("opt/mu", "opt/count") or set(resumed.left) <= {"opt", "opt/mu", "opt/count"}
+    assert sorted(resumed.left) == ["opt/count", "opt/mu"]
 
 
 @pytest.mark.parametrize("wrong", [jnp.ones(3), jnp.ones((2, 2), jnp.int32), None, 3.0, "x"], ids=repr)
@@ -186,7 +186,8 @@ def kept(values, wanted):
             cast = values.astype(np.float32).astype(wanted)
     if wanted.kind == "c":
         cast = cast.real if wanted == np.complex128 else cast.real.astype(np.float32)
-    left, right = values.astype(np.float64), cast.astype(np.float64)
+    with np.errstate(all="ignore"):
+        left, right = values.astype(np.float64), cast.astype(np.float64)
     return bool(np.all((left == right) | (np.isnan(left) & np.isnan(right))))
 
 
@@ -207,8 +208,7 @@ def test_widen_against_every_value(saved):
             if "int" in name and not ("int" in saved or saved == "bool"):
                 expected = False  # a number with a fraction, or none at all, is no integer
         found = castable(values.dtype, wanted, "widen")
-        # It may refuse what would be kept, for a type is judged by its limits; it must never allow what is not.
-        assert expected or not found, f"{saved} -> {name} loses values"
+        assert expected == found, f"{saved} -> {name} {'is refused and keeps all' if expected else 'loses'} values"
 
 
 @pytest.mark.parametrize("saved", ["int32", "int64", "uint32", "uint64", "float32", "float64", "complex64"])
@@ -232,25 +232,48 @@ def test_exact_and_any():
             assert castable(saved, wanted, "any") == (saved.kind != "c" or wanted.kind == "c")
 
 
-@hypothesis.given(st.data())
-@hypothesis.settings(max_examples=40, deadline=None, database=None)
-def test_a_cast_restore_keeps_or_rounds_like_numpy(tmp_path_factory, data):
-    saved, wanted = data.draw(st.sampled_from(NAMES)), data.draw(st.sampled_from(NAMES))
-    bits = np.random.default_rng(data.draw(st.integers(0, 999))).integers(0, 2, 12)
-    values = bits.astype(DTYPES[saved])
-    with CheckpointConfig(async_save=False, keep_last=1).build(tmp_path_factory.mktemp("cast")) as store:
+def as_wide(values):
+    return values.astype(np.float32 if values.dtype.itemsize == 1 else values.dtype).astype(np.complex128)
+
+
+@pytest.mark.parametrize("cast", ["widen", "any"])
+def test_casts_of_every_pair(cast, tmp_path):
+    """Ones, which all types hold, are ones in all others."""
+    with CheckpointConfig().build(tmp_path) as store:
+        store.save(1, {name: {"x": np.ones(12).astype(dtype)} for name, dtype in DTYPES.items()})
+        allowed = 0
+        for name, saved in DTYPES.items():
+            fits = [other for other, wanted in DTYPES.items() if castable(saved, wanted, cast)]
+            allowed += len(fits)
+            for other in fits[:: 1 if cast == "widen" else 3]:
+                got = store.restore(1, {name: {"x": np.zeros(12, DTYPES[other])}}, cast=cast)[name]["x"]
+                assert got.dtype == DTYPES[other] and (as_wide(got) == 1).all(), (name, other)
+        assert allowed > {"widen": 200, "any": 800}[cast]
+
+
+@hypothesis.given(st.sampled_from(NAMES), st.sampled_from(NAMES), st.binary(min_size=64, max_size=64))
+@hypothesis.settings(max_examples=300, deadline=None, database=None)
+def test_widen_keeps_any_value(saved, wanted, data):
+    if saved == "bool" or saved in BITS or not castable(DTYPES[saved], DTYPES[wanted], "widen"):
+        return  # those of a few bits are tried one and all above
+    values = np.frombuffer(data, DTYPES[saved])
+    with np.errstate(all="ignore"):
+        cast = convert(values, DTYPES[wanted])
+    for left, right in zip(values, cast):
+        if DTYPES[wanted].kind in "iu":
+            assert int(left) == int(right)
+        else:
+            left, right = (complex(number) for number in (left, right))
+            assert np.array_equal([left.real, left.imag], [right.real, right.imag], equal_nan=True)
+
+
+def test_rounding_is_that_of_numpy(tmp_path):
+    values = np.random.default_rng(0).normal(size=1000) * 1e3
+    with CheckpointConfig().build(tmp_path) as store:
         store.save(1, {"a": {"x": values}})
-        like = {"a": {"x": np.zeros(12, DTYPES[wanted])}}
-        for cast in ("widen", "any"):
-            if castable(values.dtype, DTYPES[wanted], cast):
-                got = store.restore(1, like, cast=cast)["a"]["x"]
-                assert got.dtype == DTYPES[wanted]
-                if cast == "widen":
-                    assert (got.astype(np.complex128) == bits).all() or saved == "float8_e8m0fnu" or "2" in saved
-                assert got.tobytes() == values.astype(DTYPES[wanted]).tobytes()
-            else:
-                with pytest.raises(CheckpointError, match=f"cast='{cast}' does not allow it"):
-                    store.restore(1, like, cast=cast)
+        for name in ("float32", "bfloat16", "float16", "float8_e5m2", "int32"):
+            got = store.restore(1, {"a": {"x": np.zeros(1000, DTYPES[name])}}, cast="any")["a"]["x"]
+            assert got.tobytes() == values.astype(DTYPES[name]).tobytes()
 
 
 def test_keys_and_python_numbers_are_never_cast(tmp_path):

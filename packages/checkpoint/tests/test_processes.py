@@ -17,7 +17,7 @@ from styrax.checkpoint import CheckpointConfig, Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs gloo")]
 PEERS = Path(__file__).with_name("peers.py")
-HANG = 150
+HANG = 150  # seconds; in the strikes less than the 100 after which jax ends a process whose peer is gone
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def peers(env):
     """Run a task of `peers.py` on some processes; gives code, output, errors and time of the end of each."""
     started = []
 
-    def run(task, count, directory, *, devices=2, wait_for=None, **arguments):
+    def run(task, count, directory, *, devices=2, wait_for=None, hang=HANG, **arguments):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -45,12 +45,12 @@ def peers(env):
 
         def follow(number, process):
             out, errors = process.communicate()
-            ended[number] = SimpleNamespace(code=process.returncode, out=out, errors=errors, time=time.time())
+            ended[number] = SimpleNamespace(code=process.returncode, out=out, errors=errors)
 
         threads = [threading.Thread(target=follow, args=each) for each in enumerate(processes)]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + HANG
+        deadline = time.monotonic() + hang
         for number in range(count) if wait_for is None else wait_for:
             threads[number].join(max(deadline - time.monotonic(), 0))
         late = [number for number in (range(count) if wait_for is None else wait_for) if ended[number] is None]
@@ -86,26 +86,21 @@ def test_from_any_number_of_processes_to_any_other(profile, tmp_path, peers):
 
 
 def told(each):
-    """The error that a process was told of, and the seconds until then and from then to its end."""
-    lines = each.out.splitlines()
-    saving = next(float(line.split()[1]) for line in lines if line.startswith("saving"))
+    """The error that a process was told of."""
     text = each.out.partition("told ")[2]
     assert text, (each.code, each.out, each.errors[-3000:])
-    when = float(text.split()[0])
-    return text, when - saving, each.time - when
+    return text
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("phase", ["stage", "write", "seal"])
 def test_one_raises_and_all_raise(phase, victim, tmp_path, peers):
-    ended = peers("strike", 2, tmp_path / "run", victim=victim, phase=phase, how="raise")
+    ended = peers("strike", 2, tmp_path / "run", victim=victim, phase=phase, how="raise", hang=60)
     assert "No space left" in ended[victim].errors or "no space is left" in ended[victim].errors
-    text, took, leaving = told(ended[1 - victim])
+    text = told(ended[1 - victim])
     assert f"process {victim} failed: the checkpoint of step 2 cannot be written" in text
     assert "no space is left" in text
-    print(phase, victim, took, leaving)
     assert [each.code for each in ended] == [1, 1]
-    assert took < 20 and leaving < 20
     resumable(tmp_path / "run")
 
 
@@ -122,32 +117,29 @@ def resumable(directory):
 
 @pytest.mark.parametrize("phase", ["stage", "write", "seal"])
 def test_one_is_killed_and_the_others_raise(phase, tmp_path, peers):
-    ended = peers("strike", 3, tmp_path / "run", devices=2, victim=1, phase=phase, how="kill")
+    ended = peers("strike", 3, tmp_path / "run", devices=2, victim=1, phase=phase, how="kill", hang=60)
     assert ended[1].code == -signal.SIGKILL
     for number in (0, 2):
-        text, took, leaving = told(ended[number])
-        print(phase, number, took, leaving, ended[number].code, text)
+        text = told(ended[number])
         assert "process 1" in text
-        assert took < 30 and leaving < 20 and ended[number].code != 0
+        assert ended[number].code == 1
     resumable(tmp_path / "run")
 
 
 @pytest.mark.parametrize("phase", ["stage", "seal"])
 def test_the_first_is_killed(phase, tmp_path, peers):
     """jax itself may end the others then, for the first is its coordinator; they must not hang."""
-    ended = peers("strike", 2, tmp_path / "run", victim=0, phase=phase, how="kill")
+    ended = peers("strike", 2, tmp_path / "run", victim=0, phase=phase, how="kill", hang=60)
     assert ended[0].code == -signal.SIGKILL and ended[1].code != 0
-    print(ended[1].code, ended[1].out)
     resumable(tmp_path / "run")
 
 
 @pytest.mark.parametrize("phase", ["stage", "write"])
 def test_one_is_stopped(phase, tmp_path, peers):
-    ended = peers("strike", 2, tmp_path / "run", wait_for=[0], victim=1, phase=phase, how="stop")
-    text, took, leaving = told(ended[0])
-    print(phase, took, leaving, text)
+    ended = peers("strike", 2, tmp_path / "run", wait_for=[0], victim=1, phase=phase, how="stop", hang=90)
+    text = told(ended[0])
     assert "process 1 has not answered for 25 s" in text
-    assert took < 60 and leaving < 20 and ended[0].code != 0
+    assert ended[0].code == 1 and "this process ends without waiting for it" in ended[0].errors
     resumable(tmp_path / "run")
 
 

@@ -118,7 +118,7 @@ def test_an_upload_goes_on_where_another_process_left_it(bucket, old, monkeypatc
             raise OSError("cut off")
 
     Faulty.before = staticmethod(before)
-    with pytest.raises(CheckpointError, match=r"cannot write faulty://bucket/run/00000005/orbax/.*data.*cut off"):
+    with pytest.raises(CheckpointError, match=r"cannot write unsteady://bucket/run/00000005/orbax/.*data.*cut off"):
         bucket.upload(old)
     assert (bucket.steps(), bucket.incomplete()) == ([], [5])
     sent = {name for operation, name in changes() if operation == "put_file"} - {"00000005/orbax/params/d/data"}
@@ -222,7 +222,7 @@ def test_what_is_no_bucket(tmp_path):
         Bucket("nosuch://a")
     with pytest.raises(CheckpointError, match="workers: expected an integer, 1 or more, got 0"):
         Bucket(URL, workers=0)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 in faulty://bucket/run: there are none"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 in unsteady://bucket/run: there are none"):
         Bucket(URL).manifest(3)
     with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
         Bucket(URL).verify(3)

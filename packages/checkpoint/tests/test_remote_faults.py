@@ -122,7 +122,7 @@ def test_a_server_that_is_busy_is_asked_again(error, old, tmp_path):
     bucket.download(5, tmp_path / "again")
     assert contents(tmp_path / "again" / "00000005") == contents(old)
     left.clear()
-    with pytest.raises(CheckpointError, match=r"cannot list faulty://bucket/run: .*(in a row|does not answer)"):
+    with pytest.raises(CheckpointError, match=r"cannot list unsteady://bucket/run: .*(in a row|does not answer)"):
         Bucket(URL, attempts=3).steps()
 
 

@@ -186,13 +186,13 @@ def test_a_fresh_machine_goes_on_from_the_bucket(tmp_path):
     with tiered(tmp_path / "b") as other:
         assert (other.steps(), other.local.steps()) == ([3, 7], [])
         assert other.latest(verified=False) == 7
-        with pytest.warns(UserWarning, match=r"step 7 comes from faulty://bucket/run: it is not in .*/b"):
+        with pytest.warns(UserWarning, match=r"step 7 comes from unsteady://bucket/run: it is not in .*/b"):
             assert other.latest() == 7
         assert other.local.steps() == [7]
         with pytest.warns(UserWarning, match="step 3 comes from"):
             holds(other, 3, 7)
         assert sorted(other.fetched) == [3, 7] and other.skipped == {}
-        with pytest.raises(CheckpointError, match="no checkpoint of step 5 in faulty://bucket/run: there are 3, 7"):
+        with pytest.raises(CheckpointError, match="no checkpoint of step 5 in unsteady://bucket/run: there are 3, 7"):
             other.restore(5, {"run": None})
         assert other.save(8, items(8)).uploaded()
     assert Bucket(URL).steps() == [3, 7, 8]
@@ -233,7 +233,7 @@ def test_what_is_damaged_in_both_places_is_passed_over(tmp_path):
             assert store.latest() == 1
         assert sorted(store.skipped) == [2, 3]
         assert "params/w" in store.skipped[3][0] and URL in store.skipped[3][-1]
-        with pytest.raises(CheckpointError, match=r"step 3 in faulty://bucket/run is damaged:\n  aux/leaves"):
+        with pytest.raises(CheckpointError, match=r"step 3 in unsteady://bucket/run is damaged:\n  aux/leaves"):
             store.restore(3, {"params": None})
         holds(store, 1)
     strict = CheckpointConfig(pack_below=2**30, on_corrupt="error")
@@ -292,7 +292,7 @@ def test_an_upload_that_fails_is_raised_by_the_next_call_and_tried_again(tmp_pat
     with tiered(tmp_path / "a") as store:
         fail(monkeypatch, "put_file", step="00000001")
         assert store.save(1, items(1)).uploaded() is False
-        with pytest.raises(CheckpointError, match=r"cannot write faulty://bucket/run/00000001/.*503 Slow"):
+        with pytest.raises(CheckpointError, match=r"cannot write unsteady://bucket/run/00000001/.*503 Slow"):
             store.save(2, items(2))
         store.local.wait()
         assert store.local.steps() == [1, 2]
@@ -357,7 +357,7 @@ def test_a_bucket_that_cannot_be_reached(tmp_path, monkeypatch):
     with tiered(tmp_path / "a") as store:
         store.save(1, items(1))
     fail(monkeypatch, "ls")
-    with pytest.raises(CheckpointError, match="cannot list faulty://bucket/run"):
+    with pytest.raises(CheckpointError, match="cannot list unsteady://bucket/run"):
         tiered(tmp_path / "a")
     # The lock was given back.
     with pytest.warns(UserWarning, match=r"only .* is looked at"):

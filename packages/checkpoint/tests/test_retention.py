@@ -24,7 +24,10 @@ histories = st.dictionaries(st.integers(0, 40), kept, min_size=1, max_size=12)
     histories,
     st.integers(1, 5),
     st.none() | st.integers(1, 9),
-    st.none() | st.builds(Best, metric=st.sampled_from(["loss", "score"]), mode=st.sampled_from(["min", "max"]), count=st.integers(1, 3)),
+    st.none()
+    | st.builds(
+        Best, metric=st.sampled_from(["loss", "score"]), mode=st.sampled_from(["min", "max"]), count=st.integers(1, 3)
+    ),
     st.data(),
 )
 @hypothesis.settings(max_examples=500, deadline=None, database=None)
@@ -67,7 +70,7 @@ def test_best_and_metrics(tmp_path):
         assert store.manifest(2).metrics == {"loss": float(np.float32(0.1)), "tokens": 20.0}
         assert store.resume(params=None).metrics == {"loss": 1.0, "tokens": 60.0}
         for wrong in ("high", None, [1.0, 2.0], np.ones(2)):
-            with pytest.raises(CheckpointError, match="metrics: 'loss' is .*expected a number"):
+            with pytest.raises(CheckpointError, match=r"metrics: 'loss' is .*expected a number"):
                 store.save(7, items(7), metrics={"loss": wrong})
     # The values are read again by the next run.
     with CheckpointConfig(keep_last=1, keep_best=Best(count=2)).build(tmp_path) as store:

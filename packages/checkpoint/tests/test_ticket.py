@@ -63,7 +63,7 @@ def test_an_error_is_told_once(tmp_path, monkeypatch):
     with Store(tmp_path) as store:
         broken(monkeypatch)
         ticket = store.save(1, items(1))
-        with pytest.raises(CheckpointError, match="step 1 cannot be written .*no space is left"):
+        with pytest.raises(CheckpointError, match=r"step 1 cannot be written .*no space is left"):
             ticket.committed()
         assert ticket.done
         store.wait()
@@ -146,5 +146,5 @@ def test_a_failed_save_is_told_by_the_next_one_whatever_the_policy(on_busy, tmp_
 
 
 def test_bad_policy():
-    with pytest.raises(ValueError, match=r"on_busy.*'wait', 'error'.*'skip'"):
+    with pytest.raises(ValueError, match=r"on_busy.*wait.*error.*skip"):
         CheckpointConfig(on_busy="skp")

@@ -5,9 +5,11 @@ is not killed falls off the end of this script, through the interpreter's real s
 """
 
 import atexit
+import contextlib
 import errno
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -49,17 +51,29 @@ def loop(directory: str, acks: str, same: bool = False, ready: str = "", **chang
                 log.write(f"{step} {generation}\n".encode())
 
 
-def one(directory: str, end: str, fail: str = "", mb: int = 1, pack: bool = False, fork: bool = False, **changes):
+def one(
+    directory: str,
+    end: str,
+    fail: str = "",
+    slow: float = 0,
+    mb: int = 1,
+    pack: bool = False,
+    fork: bool = False,
+    **changes,
+):
     """Save step 7 and come to an end without `close`."""
     import numpy as np
 
     from styrax.checkpoint import commit
 
-    if fail:
+    if fail or slow:
+        write = commit.write_file
 
         def broken(path, data):
-            time.sleep(0.3)
-            raise OSError(getattr(errno, fail), "made to fail by the test")
+            time.sleep(slow or 0.3)
+            if fail:
+                raise OSError(getattr(errno, fail), "made to fail by the test")
+            write(path, data)
 
         commit.write_file = broken
     store = config(pack_below=2**40 if pack else 1000, **changes).build(directory)
@@ -81,11 +95,25 @@ def one(directory: str, end: str, fail: str = "", mb: int = 1, pack: bool = Fals
         raise RuntimeError("the program's own error")
     if end == "exit":
         sys.exit(0)
-    if end == "interrupt":
-        import signal
-
+    if end == "os._exit":
+        os._exit(3)
+    if end == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if end == "handled":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    if end in ("interrupt", "twice"):
         # A shell starts jobs in the background with it ignored, and they hand that on.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if end == "twice":
+            child = os.fork()
+            if child == 0:
+                while os.getppid() != 1:
+                    time.sleep(0.5)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(os.getppid(), signal.SIGINT)
+                os._exit(0)
         os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from styrax.checkpoint import storage
 from styrax.checkpoint.manifest import FILE, File, Manifest, encode, step_name
+from styrax.checkpoint.pending import THREADS_OUTLIVE_MAIN
 
 _OURS = re.compile(r"\.(staging|replaced|trash|meeting)-(?:(\d{8,})-)?[0-9a-f]+")
 _SEALERS = 4
@@ -76,7 +77,7 @@ def seal(
         return File(size=size, digest=text)
 
     chosen = contents(folder) if names is None else list(names)
-    if len(chosen) < 2:
+    if len(chosen) < 2 or not THREADS_OUTLIVE_MAIN:
         return {name: one(name) for name in chosen}
     with concurrent.futures.ThreadPoolExecutor(_SEALERS) as pool:
         return dict(zip(chosen, pool.map(one, chosen)))
@@ -171,11 +172,15 @@ def sweep(directory: Path) -> list[str]:
         The names of what was deleted or put back.
     """
     found = leftovers(directory)
+    doomed = []
     for path, whole in found.items():
         final = directory / path.name.split("-")[1]
         if whole and not final.exists():
             storage.rename(path, final)
-            storage.sync_folder(directory)
         else:
-            discard([path])
+            doomed.append(path)
+    if found:
+        # The dead writer may not have come to it: without its new name a folder would be deleted as a checkpoint.
+        storage.sync_folder(directory)
+    discard(doomed)
     return [path.name for path in found]

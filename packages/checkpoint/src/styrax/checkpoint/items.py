@@ -36,9 +36,12 @@ def is_iterator(value: Any) -> bool:
 
 
 def is_module(value: Any) -> bool:
-    """Tell whether a value is an `nnx` module, an `nnx.Optimizer` among them."""
+    """Tell whether a value is an `nnx` object that holds variables: a module, `nnx.Optimizer`, `nnx.Rngs`, a metric."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Module)
+    if nnx is None:
+        return False
+    # Optimizers and random streams are no modules; what they have in common with them changed its name.
+    return isinstance(value, (nnx.Module, nnx.Optimizer, getattr(nnx, "Pytree", None) or nnx.Object))
 
 
 def state_of(value: Any) -> Any:

@@ -35,11 +35,13 @@ class Save:
 
     Attributes:
         error: What `work` raised, until `result` has raised it.
+        failure: What `work` raised.
     """
 
     def __init__(self, step: int, directory: Path, work: Callable[[], None]) -> None:
         self.step, self.directory = step, directory
         self.error: Exception | None = None
+        self.failure: Exception | None = None
         self._work = work
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=False)
         _watch()
@@ -77,7 +79,7 @@ class Save:
         try:
             self._work()
         except Exception as error:
-            self.error = error
+            self.error = self.failure = error
         else:
             _unfinished.discard(self)
         finally:
@@ -111,7 +113,7 @@ class Ticket:
             timeout: Seconds to wait at most; without end by default.
 
         Raises:
-            CheckpointError: It cannot be written (raised once, here or by the next call of the store), it was
+            CheckpointError: It cannot be written (the next call of the store says so too, if it is not asked here), it was
                 skipped, or it takes longer than `timeout`; it goes on then.
         """
         if self.skipped:
@@ -123,6 +125,8 @@ class Ticket:
                 raise CheckpointError(
                     f"step {self.step} is not written after {timeout} s; it goes on, ask again"
                 ) from None
+            if self._save.failure is not None:  # told before, by another call
+                raise self._save.failure
 
     @property
     def done(self) -> bool:

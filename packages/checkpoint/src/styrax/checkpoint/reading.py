@@ -11,7 +11,7 @@ from typing import Any, Literal
 from styrax.checkpoint import plan, processes, restore
 from styrax.checkpoint.config import CheckpointConfig
 from styrax.checkpoint.errors import CheckpointError, Damaged
-from styrax.checkpoint.manifest import FILE, Manifest, list_incomplete, list_steps, read_manifest, step_name
+from styrax.checkpoint.manifest import FILE, Manifest, leaf_name, list_incomplete, list_steps, read_manifest, step_name
 from styrax.checkpoint.policy import Cast, Policy
 from styrax.checkpoint.verify import Stamp, verify
 
@@ -162,7 +162,7 @@ class Reader:
                 metrics=planned.manifest.metrics,
                 passed_over=passed,
                 kept=planned.kept,
-                left=planned.left,
+                left=(*planned.left, *_dropped(planned.manifest, asked)),
             )
 
     def steps(self) -> list[int]:
@@ -340,3 +340,13 @@ class Reader:
         if step not in [*steps, *list_incomplete(self.directory)]:
             there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
             raise CheckpointError(f"no checkpoint of step {step} in {self.directory}: {there}")
+
+
+def _dropped(manifest: Manifest, asked: Mapping[str, Any]) -> list[str]:
+    """List the leaves of the items that were not asked for; an iterator is one."""
+    return [
+        path
+        for name, item in manifest.items.items()
+        if name not in asked
+        for path in ([leaf_name(name, leaf.path) for leaf in item.leaves] or [name])
+    ]

@@ -128,7 +128,7 @@ class Store(Reader):
         self._writable()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"step: expected an integer, 0 or more, got {step!r}")
-        numbers_ = _numbers(metrics or {})
+        numbers_ = _numbers({} if metrics is None else metrics)
         if self._config.on_busy != "wait" and self._busy():
             if self._config.on_busy == "error":
                 raise CheckpointError(f"step {step} cannot be saved while another save goes on (on_busy='error')")
@@ -246,13 +246,15 @@ class Store(Reader):
             raise CheckpointError(f"the store of {self.directory} is closed; open a new one to save")
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise CheckpointError(f"metrics: expected name -> number, such as {{'loss': 0.5}}, got {metrics!r:.200}")
     found, problems = {}, []
     for name, value in metrics.items():
         try:
             found[name] = float(value)
-        except (TypeError, ValueError):
-            problems.append(f"metrics: {name!r} is {type(value).__name__} {value!r}, expected a number")
+        except (TypeError, ValueError, OverflowError):
+            problems.append(f"metrics: {name!r} is {type(value).__name__} {value!r:.200}, expected a number")
     if problems:
         raise CheckpointError("\n".join(problems))
     return found
