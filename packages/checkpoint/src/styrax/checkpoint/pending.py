@@ -113,8 +113,8 @@ class Ticket:
             timeout: Seconds to wait at most; without end by default.
 
         Raises:
-            CheckpointError: It cannot be written (the next call of the store says so too, if it is not asked here), it was
-                skipped, or it takes longer than `timeout`; it goes on then.
+            CheckpointError: It cannot be written (the store says so as well, where it was not asked here), it
+                was skipped, or it takes longer than `timeout`; it goes on then.
         """
         if self.skipped:
             raise CheckpointError(f"step {self.step} was skipped (on_busy): another save was going on")
