@@ -235,6 +235,33 @@ def position(directory: str) -> None:
         assert (own.position, shared.position) == (0, 0)
 
 
+def raising(directory: str) -> None:
+    """What a caller's own code raises on one process: the others hear of it, and all go on."""
+    with CheckpointConfig().build(directory) as store:
+        data = Counter(1)
+        if INDEX == 1:
+            data.get_state = lambda: {}["mine"]
+        store.save(2, items(2))
+        for call in (
+            lambda: store.save(1, {"data": data}),
+            lambda: store.restore(2, {"new": {"x": np.ones(1)}, "run": None}, on_missing=make),
+        ):
+            try:
+                call()
+            except (CheckpointError, KeyError) as error:
+                print("told", type(error).__name__, error, flush=True)
+            store.save(2, items(2))
+            store.wait()
+            assert store.steps() == [2]
+            if INDEX == 0:
+                assert not list(Path(directory).glob(".staging-*"))
+
+
+def make(path: str, leaf: np.ndarray) -> np.ndarray:
+    """Make a missing leaf; on process 1 that fails."""
+    return {}["yours"] if INDEX == 1 else leaf
+
+
 def due(directory: str) -> None:
     """All processes agree on whether a checkpoint is due by the time, as process 0 sees it."""
     import styrax.checkpoint.store as module

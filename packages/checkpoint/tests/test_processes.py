@@ -178,5 +178,16 @@ def test_positions_of_iterators(tmp_path, peers):
     assert found == {"run": {"a": 1}}
 
 
+def test_what_a_caller_raises(tmp_path, peers):
+    ended = peers("raising", 2, tmp_path / "run", hang=60)
+    well(ended)
+    for each in ended:
+        first, second = [line for line in each.out.splitlines() if line.startswith("told")]
+        assert "mine" in first and "step 1 cannot be written" in first
+        assert "yours" in second
+    assert "told CheckpointError process 1 failed: 'yours'" in ended[0].out
+    assert "told KeyError 'yours'" in ended[1].out
+
+
 def test_they_agree_on_the_time(tmp_path, peers):
     well(peers("due", 2, tmp_path / "run"))

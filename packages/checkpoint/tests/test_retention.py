@@ -30,7 +30,7 @@ histories = st.dictionaries(st.integers(0, 40), kept, min_size=1, max_size=12)
     ),
     st.data(),
 )
-@hypothesis.settings(max_examples=500, deadline=None, database=None)
+@hypothesis.settings(max_examples=150, deadline=None, database=None)
 def test_what_stays(steps, keep_last, keep_every, best, data):
     newest = data.draw(st.sampled_from(sorted(steps)))
     spared = data.draw(st.sets(st.sampled_from(sorted(steps))))

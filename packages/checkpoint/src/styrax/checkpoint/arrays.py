@@ -5,6 +5,7 @@ Orbax lays out, writes and reshards; what counts as a checkpoint, and when, is d
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,12 +15,14 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from styrax.checkpoint import processes
 from styrax.checkpoint.errors import CheckpointError
 from styrax.checkpoint.naming import item_name
 
 _LEAST_IN_FLIGHT = 512 * 2**20
 # Cheap to reshard from, at the price of buffers while writing; smaller arrays are one piece for each shard.
 _CHUNK, _CHUNKED_ABOVE = 64 * 2**20, 256 * 2**20
+_MOST = 4  # times as many pieces as there would be of that size: with more the array stays whole
 _CHECK_EVERY = 0.5
 
 
@@ -86,7 +89,7 @@ def read(directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: in
     largest = max((leaf.dtype.itemsize * _size(leaf.shape) for leaf in leaves), default=0)
     context = _context(timeout)
     # Each process reads by itself what it needs: so none waits in Orbax for another one, whose files may be damaged.
-    me = jax.process_index()
+    me, _ = processes.place()  # which starts no devices if there is one process
     sharing = context.multiprocessing_options
     sharing.primary_host, sharing.active_processes, sharing.barrier_sync_key_prefix = me, {me}, f"process-{me}"
     # Bounded reads are both leaner and faster than all at once; one array must fit.
@@ -123,9 +126,26 @@ def _context(timeout: int) -> Any:
 
 def _storage(key: Any, value: Any) -> Any:
     part = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else value.shape
-    if _size(part) * value.dtype.itemsize <= _CHUNKED_ABOVE:
+    size = _size(part) * value.dtype.itemsize
+    if size <= _CHUNKED_ABOVE or _pieces(part, value.dtype.itemsize) > _MOST * -(-size // _CHUNK):
         return None
     return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=_CHUNK)
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> int:
+    """Count the pieces that Orbax cuts an array into: equal ones, so one with large prime factors into very many.
+
+    Example:
+        >>> _pieces((2**14, 2**14), 4), _pieces((100_000_007,), 4)
+        (16, 100000007)
+    """
+    left, pieces = list(shape), 1
+    while left and max(left) > 1 and _size(tuple(left)) * itemsize > _CHUNK:
+        axis = left.index(max(left))
+        factor = next((n for n in range(2, math.isqrt(left[axis]) + 1) if left[axis] % n == 0), left[axis])
+        left[axis] //= factor
+        pieces *= factor
+    return pieces
 
 
 def _size(shape: tuple[int, ...]) -> int:

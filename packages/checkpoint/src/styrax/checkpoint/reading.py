@@ -257,7 +257,12 @@ class Reader:
         except CheckpointError:
             raise
         except Exception as error:  # what Orbax and TensorStore say to damaged files is of many kinds
-            problems = verify(checkpoint) or [f"{type(error).__name__}: {error}"]
+            problems = verify(checkpoint)
+            if not problems:  # no damage then, and no reason to take an older one
+                raise CheckpointError(
+                    f"step {step} in {self.directory} cannot be read, though its files are what was saved: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             raise self._damaged(step, problems) from error
 
     def _identity(self, step: int) -> tuple[int, int] | None:
