@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
-from styrax.checkpoint import Store
+from styrax.checkpoint import CheckpointConfig, CheckpointError, Store, commit, saving
 
-ENDS = {"fall": 0, "exit": 0, "raise": 1, "interrupt": -signal.SIGINT}
+ENDS = {"fall": 0, "exit": 0, "raise": 1, "interrupt": -signal.SIGINT, "handled": 143}
 
 
 def committed(directory, mb=1):
@@ -51,6 +52,63 @@ def test_forked_child_does_not_answer_for_its_parent(tmp_path, worker):
     output = tmp_path / "output"
     assert worker.run("one", output, directory=tmp_path / "run", end="fall", fork=True, mb=8) == 0, output.read_text()
     committed(tmp_path / "run", mb=8)
+
+
+def test_interrupted_twice(tmp_path, worker):
+    """Who interrupts the wait for a save too, gets out at once, and is told."""
+    output = tmp_path / "output"
+    assert worker.run("one", output, directory=tmp_path / "run", end="twice", slow=2, pack=True) == 130
+    lost = f"error: the checkpoint of step 7 is lost: interrupted while it was written to {tmp_path / 'run'}"
+    assert lost in output.read_text()
+    assert Store(tmp_path / "run", read_only=True).steps() == []
+
+
+@pytest.mark.parametrize(("end", "code"), [("terminate", -signal.SIGTERM), ("os._exit", 3)])
+def test_ends_that_no_program_can_wait_in(end, code, tmp_path, worker):
+    output = tmp_path / "output"
+    assert worker.run("one", output, directory=tmp_path / "run", end=end, slow=2, pack=True) == code
+    assert Store(tmp_path / "run", read_only=True).steps() == []
+    Store(tmp_path / "run").close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["LOCK"]
+
+
+def test_a_wait_that_was_interrupted_can_be_taken_up(tmp_path, monkeypatch):
+    go, write = threading.Event(), commit.write_file
+    monkeypatch.setattr(commit, "write_file", lambda *args: go.wait(30) and write(*args))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Store(tmp_path) as store:
+            ticket = store.save(7, {"run": {"a": 1}})
+            for wait in (ticket.committed, store.wait):
+                timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+                timer.start()
+                with pytest.raises(KeyboardInterrupt):
+                    wait()
+                timer.join()
+                assert not ticket.done
+                with pytest.raises(CheckpointError, match="it goes on"):
+                    ticket.committed(timeout=0.01)
+            go.set()
+            ticket.committed()
+            assert store.steps() == [7]
+    finally:
+        go.set()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_starts_no_thread_where_none_can_start(tmp_path, monkeypatch):
+    """From Python 3.12.0 to 3.12.1 that is so when the main thread has ended."""
+    for module in (commit, saving):
+        monkeypatch.setattr(module, "THREADS_OUTLIVE_MAIN", False)
+    start, names, go, publish = threading.Thread.start, [], threading.Event(), saving.Writer._publish
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (names.append(self.name), start(self))[1])
+    monkeypatch.setattr(saving.Writer, "_publish", lambda *args: go.wait(30) and publish(*args))
+    with CheckpointConfig(pack_below=1000).build(tmp_path) as store:
+        store.save(7, {"params": {"w": np.ones(1000), "b": np.ones(3)}, "run": {"a": 1}})
+        names.clear()
+        go.set()
+        store.wait()
+        assert names == [] and store.steps() == [7]
 
 
 def test_fresh_interpreters(tmp_path, run_python, worker_module):

@@ -5,28 +5,32 @@ is not killed falls off the end of this script, through the interpreter's real s
 """
 
 import atexit
-import contextlib
 import errno
 import json
 import os
+import secrets
+import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 
-def items(step: int, generation: int = 0) -> dict:
-    """What a step holds: an array for Orbax, some packed ones, a key, JSON; all told by the two numbers."""
-    import jax
+def items(step: int, generation: int = 0, leaves: int = 0) -> dict:
+    """What a step holds: an array for Orbax, some packed ones, more arrays, JSON; told by the numbers.
+
+    Nothing of jax, whose start would take longer than all else that a forked worker does.
+    """
     import numpy as np
 
     return {
         "params": {
             "large": np.full((64, 512), step + generation / 1000, np.float32),
             "small": [np.full(7, step, np.int32), {"a.b": np.float32(generation)}],
-            "key": jax.random.key(step),
+            "more": [np.full(5, step + number, np.int32) for number in range(leaves)],
         },
-        "run": {"step": step, "generation": generation},
+        "run": {"step": step, "generation": generation, "leaves": leaves},
     }
 
 
@@ -37,18 +41,64 @@ def config(**changes):
     return CheckpointConfig(**{"pack_below": 65536, "keep_last": 3, **changes})
 
 
-def loop(directory: str, acks: str, same: bool = False, ready: str = "", **changes) -> None:
-    """Save for ever; write down each step (and generation) that is safe, after `wait` said so."""
+def loop(directory: str, acks: str, same: bool = False, leaves: int = 0, **changes) -> None:
+    """Save for ever; write down each step (and generation) that is safe, after its ticket said so."""
     with config(**changes).build(directory) as store, open(acks, "ab", buffering=0) as log:  # noqa: PTH123
         done = store.steps()
+        log.write(b"begun\n")
         generation = 0
         while True:
             generation += 1
             step = 1 + generation % 2 if same else max(done, default=0) + generation
-            store.save(step, items(step, generation))
+            ticket = store.save(step, items(step, generation, leaves))
             if generation % 3:
-                store.wait()
+                ticket.committed()
                 log.write(f"{step} {generation}\n".encode())
+
+
+def sweep(directory: str, acks: str) -> None:
+    """Leave what dead writers leave, and open the folder, for ever."""
+    root = Path(directory)
+    with open(acks, "ab", buffering=0) as log:  # noqa: PTH123
+        while True:
+            log.write(b"begun\n")
+            for number in range(2):
+                for kind in ("trash", "staging", "replaced"):
+                    shutil.copytree(root / "00000001", root / f".{kind}-00000001-{secrets.token_hex(8)}")
+                (root / f"0000000{number + 2}").rename(root / f".replaced-0000000{number + 2}-{secrets.token_hex(8)}")
+            log.write(b"begun\n")
+            config().build(directory).close()
+            log.write(b"1 1\n")
+
+
+def export(directory: str, acks: str, name: str = "out.safetensors") -> None:
+    """Export arrays of ever larger numbers to the same place, for ever."""
+    import numpy as np
+
+    from styrax.checkpoint import formats
+
+    folder = Path(directory)
+    with open(acks, "ab", buffering=0) as log:  # noqa: PTH123
+        log.write(b"begun\n")
+        for number in range(1, 10**6):
+            arrays = {f"w{leaf}": np.full(5000, number, np.int32) for leaf in range(20)}
+            formats.write(folder / name, arrays, max_shard=100_000, overwrite=True)
+            log.write(f"1 {number}\n".encode())
+
+
+def import_(directory: str, acks: str) -> None:
+    """Import as new steps and as the same ones, for ever."""
+    import numpy as np
+
+    from styrax.checkpoint import formats
+
+    with open(acks, "ab", buffering=0) as log:  # noqa: PTH123
+        log.write(b"begun\n")
+        for number in range(1, 10**6):
+            arrays = {name: np.full(size, number, np.int32) for name, size in (("large", 9000), ("small", 9))}
+            step = 1 + number % 3
+            formats.import_arrays({"params": arrays}, directory, step, config=config(pack_below=1000), overwrite=True)
+            log.write(f"{step} {number}\n".encode())
 
 
 def one(
@@ -107,13 +157,13 @@ def one(
         # A shell starts jobs in the background with it ignored, and they hand that on.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if end == "twice":
-            child = os.fork()
-            if child == 0:
-                while os.getppid() != 1:
-                    time.sleep(0.5)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(os.getppid(), signal.SIGINT)
-                os._exit(0)
+            threading.Thread(target=_insist, daemon=True).start()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _insist() -> None:
+    while True:
+        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -136,6 +136,7 @@ def retire(directory: Path, steps: Iterable[int]) -> None:
         name = step_name(step)
         doomed.append(directory / f".trash-{name}-{secrets.token_hex(8)}")
         storage.rename(directory / name, doomed[-1])
+        kill_point("mid_retention")
     if doomed:
         storage.sync_folder(directory)
         discard(doomed)
@@ -177,6 +178,7 @@ def sweep(directory: Path) -> list[str]:
         final = directory / path.name.split("-")[1]
         if whole and not final.exists():
             storage.rename(path, final)
+            kill_point("mid_sweep")
         else:
             doomed.append(path)
     if found:

@@ -43,6 +43,8 @@ class Save:
         self.error: Exception | None = None
         self.failure: Exception | None = None
         self._work = work
+        # Not the thread's own state: up to Python 3.12 a `join` that Ctrl-C interrupts takes it for ended.
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=False)
         _watch()
         _unfinished.add(self)
@@ -58,9 +60,9 @@ class Save:
         Raises:
             TimeoutError: It takes longer than `timeout` seconds; it goes on.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._over.wait(timeout):
             raise TimeoutError
+        self._thread.join()
         _unfinished.discard(self)
         error, self.error = self.error, None
         if error is not None:
@@ -68,12 +70,12 @@ class Save:
 
     def join(self) -> None:
         """Wait, and raise nothing."""
-        self._thread.join()
+        self._over.wait()
 
     @property
     def running(self) -> bool:
         """Whether it is still being written."""
-        return self._thread.is_alive()
+        return not self._over.is_set()
 
     def _run(self) -> None:
         try:
@@ -84,6 +86,7 @@ class Save:
             _unfinished.discard(self)
         finally:
             self._work = _nothing  # frees the copied arrays
+            self._over.set()
 
 
 class Ticket:
@@ -172,8 +175,13 @@ def _watch() -> None:
 
 def _drain() -> None:
     if os.getpid() in _watching:
-        for save in list(_unfinished):
-            save.join()
+        try:
+            for save in list(_unfinished):
+                save.join()
+        except KeyboardInterrupt:
+            if _lost():
+                _end(130)  # who asks again does not want to wait
+            raise
         if _gone:
             _end(1)
 
@@ -181,13 +189,9 @@ def _drain() -> None:
 def _report() -> None:
     if os.getpid() not in _watching:
         return
-    code = 1
-    try:
-        _drain()
-    except KeyboardInterrupt:
-        code = 130
+    _drain()
     if _lost():
-        _end(code)
+        _end(1)
 
 
 def _lost() -> list[Save]:

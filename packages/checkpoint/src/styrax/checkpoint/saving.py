@@ -58,6 +58,7 @@ class Writer:
             )
             if self._channel.first:
                 storage.make_folder(self._folder)
+                commit.kill_point("after_staging")
         except Exception as raised:  # an iterator may raise anything, and the others must hear of it
             error = self._explained(raised)
         try:
@@ -71,7 +72,8 @@ class Writer:
         try:
             self._engines = [self._engine(name, arrays) for name, arrays in self._taken.arrays.items()]
         except Exception as raised:
-            raise self._failed(raised) from raised
+            error = self._failed(raised)
+            raise error from error.__cause__
 
     def write(self, then: Callable[[], None]) -> None:
         """Write it and make it the checkpoint of its step; this may run in the background.
@@ -81,6 +83,7 @@ class Writer:
         """
         try:
             writings = [begin() for begin in self._engines]
+            commit.kill_point("mid_arrays")
             digests = self._taken.digests()  # while Orbax waits for the disk
             for writing in writings:
                 writing.wait(self._channel.check)
@@ -90,7 +93,8 @@ class Writer:
                 then()
             self._channel.gather()
         except Exception as raised:
-            raise self._failed(raised) from raised
+            error = self._failed(raised)
+            raise error from error.__cause__
         finally:
             self._taken, self._engines = snapshot.Snapshot(), []  # frees what was held
 
@@ -126,6 +130,7 @@ class Writer:
                 shards.setdefault((name, path), []).append(_shard(shard))
         files: list[str] = json.loads(channel.share(json.dumps(commit.contents(folder) if channel.first else [])))
         recorded = self._taken.recorded(shards)
+        commit.kill_point("before_seal")
         sealed = commit.seal(folder, files[channel.index :: channel.count], known=self._known(recorded, shards))
         found: dict[str, File] = {}
         for text in channel.gather(json.dumps([[name, file.size, file.digest] for name, file in sealed.items()])):
