@@ -3,11 +3,13 @@
 import threading
 
 import numpy as np
+import pytest
 from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from styrax.checkpoint import commit
 from styrax.checkpoint.manifest import Item, Manifest, step_name
+from styrax.checkpoint.remote import Bucket, errors
 
 URL = "unsteady://bucket/run"
 CHANGES = ("pipe_file", "put_file", "rm_file")
@@ -81,6 +83,35 @@ def wipe():
     Faulty.hidden.clear()
     Faulty.calls.clear()
     Faulty.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No faults and no objects, and no waiting between attempts."""
+    monkeypatch.setattr(errors, "WAIT", 0.0001)
+    monkeypatch.setattr(Faulty, "before", None)
+    monkeypatch.setattr(Faulty, "after", None)
+    wipe()
+    yield
+    wipe()
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A checkpoint."""
+    return make(tmp_path / "old", 5, seed=1)
+
+
+@pytest.fixture
+def new(tmp_path):
+    """Another one of the same step."""
+    return make(tmp_path / "new", 5, seed=2)
+
+
+@pytest.fixture
+def bucket():
+    """Where they go."""
+    return Bucket(URL, workers=2, attempts=3)
 
 
 def make(directory, step, seed):

@@ -14,7 +14,7 @@ import pytest
 
 from styrax.checkpoint import CheckpointConfig, CheckpointError, Store, read_manifest
 from styrax.checkpoint.manifest import FILE, step_name
-from styrax.checkpoint.remote import Bucket, errors, objects
+from styrax.checkpoint.remote import Bucket, objects
 
 pytest.importorskip("fsspec")
 spec = importlib.util.spec_from_file_location("remote_faults", Path(__file__).with_name("remote_faults.py"))
@@ -25,28 +25,7 @@ Faulty, URL, CHANGES, READS = faults.Faulty, faults.URL, faults.CHANGES, faults.
 changes, contents, make, stored, wipe = faults.changes, faults.contents, faults.make, faults.stored, faults.wipe
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(errors, "WAIT", 0.0001)
-    monkeypatch.setattr(Faulty, "before", None)
-    monkeypatch.setattr(Faulty, "after", None)
-    yield
-    wipe()
-
-
-@pytest.fixture
-def old(tmp_path):
-    return make(tmp_path / "old", 5, seed=1)
-
-
-@pytest.fixture
-def new(tmp_path):
-    return make(tmp_path / "new", 5, seed=2)
-
-
-@pytest.fixture
-def bucket():
-    return Bucket(URL, workers=2, attempts=3)
+quick, old, new, bucket = faults.quick, faults.old, faults.new, faults.bucket
 
 
 @pytest.mark.parametrize("place", ["faulty", "file"])

@@ -12,7 +12,7 @@ import pytest
 
 from styrax.checkpoint import CheckpointConfig, CheckpointError, Store
 from styrax.checkpoint.manifest import FILE, step_name
-from styrax.checkpoint.remote import Bucket, BucketStore, Mirror, TieredStore, errors
+from styrax.checkpoint.remote import Bucket, BucketStore, Mirror, TieredStore
 from styrax.checkpoint.retention import Best
 from styrax.core.protocols import Checkpointer
 
@@ -26,14 +26,7 @@ Faulty, URL, wipe = faults.Faulty, faults.URL, faults.wipe
 PACKED = CheckpointConfig(pack_below=2**30)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(errors, "WAIT", 0.0001)
-    monkeypatch.setattr(Faulty, "before", None)
-    monkeypatch.setattr(Faulty, "after", None)
-    wipe()
-    yield
-    wipe()
+quick = faults.quick
 
 
 class Gate:

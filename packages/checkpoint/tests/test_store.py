@@ -373,3 +373,13 @@ def _raising(error):
         raise error
 
     return function
+
+
+def test_a_save_says_nothing(tmp_path, caplog):
+    import logging
+
+    before = list(logging.getLogger("absl").filters)
+    with CheckpointConfig(pack_below=1).build(tmp_path) as store:
+        store.save(1, {"params": {"w": np.ones(30)}, "more": {"w": np.ones(3)}}).committed()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert logging.getLogger("absl").filters == before

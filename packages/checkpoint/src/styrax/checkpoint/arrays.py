@@ -5,6 +5,7 @@ Orbax lays out, writes and reshards; what counts as a checkpoint, and when, is d
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,13 @@ _LEAST_IN_FLIGHT = 512 * 2**20
 _CHUNK, _CHUNKED_ABOVE = 64 * 2**20, 256 * 2**20
 _MOST = 4  # times as many pieces as there would be of that size: with more the array stays whole
 _CHECK_EVERY = 0.5
+
+
+class _Expected(logging.Filter):
+    """Leaves out what Orbax says when it finds nothing to merge, which is so wherever `raw` is."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Skipping merge of OCDBT" not in str(record.msg)
 
 
 class Writing:
@@ -48,6 +56,9 @@ class Writing:
         raw: bool = False,
     ) -> None:
         self._timeout = timeout
+        self._expected = _Expected()
+        if raw:
+            _orbax_log().addFilter(self._expected)
         context = _context(timeout)
         saving = context.array_options.saving
         saving.use_compression = compress
@@ -63,6 +74,12 @@ class Writing:
         Args:
             check: Called now and then; what it raises ends the wait.
         """
+        try:
+            self._wait(check)
+        finally:
+            _orbax_log().removeFilter(self._expected)
+
+    def _wait(self, check: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._timeout
         while True:
             begin = time.monotonic()
@@ -112,6 +129,10 @@ def read(directory: Path, items: Mapping[str, Mapping[str, Any]], *, timeout: in
 def numpy_like(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Describe an array to be read as numpy, without the memory for it."""
     return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def _orbax_log() -> logging.Logger:
+    return logging.getLogger("absl")
 
 
 def _context(timeout: int) -> Any:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from styrax.checkpoint import lock
+from styrax.checkpoint import identity, lock
 
-_MOUNTS, _LOCKS, _BOOT = Path("/proc/self/mountinfo"), Path("/proc/locks"), Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS, _LOCKS = Path("/proc/self/mountinfo"), Path("/proc/locks")
 
 #: Type of file system -> what is wrong with it for checkpoints, and what to do.
 _TRAPS: dict[str, tuple[Literal["note", "problem"], str, str]] = {
@@ -72,7 +72,7 @@ def lock_state(directory: Path) -> LockState:
     if owner["host"] != socket.gethostname():
         # The locks of other machines are not seen here.
         return LockState(held=None, owner=owner, text=f"held, or was last, by {who}, which cannot be asked from here")
-    if owner.get("boot") not in (None, _boot()) or not _alive(owner["pid"]):
+    if owner.get("boot") not in (None, identity.boot_id()) or not identity.runs(owner["pid"]):
         return LockState(held=False, owner=owner, text=f"free; {where} had it last, and has ended")
     if _LOCKS.exists():
         return LockState(held=False, owner=owner, text=f"free; {where} had it last")
@@ -156,20 +156,3 @@ def _locked(stat: os.stat_result, owner: int | None) -> bool:
         if inode == str(stat.st_ino) and (place == device or fields[4] == str(owner)):
             return True
     return False
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _boot() -> str | None:
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return None

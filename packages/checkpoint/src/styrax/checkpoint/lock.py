@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -13,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import IO, Any
 
+from styrax.checkpoint import identity
 from styrax.checkpoint.errors import CheckpointError
 
 FILE = "LOCK"
@@ -77,13 +77,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _me() -> dict[str, Any]:
-    boot = None
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "boot": boot,
+        **identity.me(),
         "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "program": Path(sys.argv[0]).name if sys.argv else "",
     }

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -162,15 +162,44 @@ _gone: list[str] = []
 
 
 def _watch() -> None:
-    if os.getpid() in _watching:
-        return
-    _watching[:] = [os.getpid()]
-    _unfinished.clear()  # after a fork these are the parent's
-    _gone.clear()
-    atexit.register(_report)
+    if at_exit(_watching, _drain, _report):
+        _unfinished.clear()  # after a fork these are the parent's
+        _gone.clear()
+
+
+def at_exit(watching: list[int], drain: Callable[[], None], report: Callable[[], None]) -> bool:
+    """Have something done when this process ends: once, and again in a child of `fork` that asks for it.
+
+    Args:
+        watching: The process that it was asked for in; changed.
+        drain: As the very first step, while threads can still be started.
+        report: When they have ended.
+
+    Returns:
+        Whether it was not asked for before.
+    """
+    if os.getpid() in watching:
+        return False
+    watching[:] = [os.getpid()]
+    atexit.register(report)
     hook = getattr(threading, "_register_atexit", None)
     if hook is not None:
-        hook(_drain)
+        hook(drain)
+    return True
+
+
+def end(code: int, lines: Iterable[str]) -> NoReturn:
+    """End this process at once, with some last words on stderr.
+
+    Nothing else can change the exit code while the interpreter ends, and what is lost must not look like success.
+    """
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
 
 
 def _drain() -> None:
@@ -199,14 +228,8 @@ def _lost() -> list[Save]:
 
 
 def _end(code: int) -> NoReturn:
-    for reason in _gone:
-        print(f"error: {reason}; this process ends without waiting for it", file=sys.stderr)
+    lines = [f"{reason}; this process ends without waiting for it" for reason in _gone]
     for save in _lost():
         reason = save.error or f"interrupted while it was written to {save.directory}"
-        print(f"error: the checkpoint of step {save.step} is lost: {reason}", file=sys.stderr)
-    # Nothing else can change the exit code here, and a lost checkpoint must not look like success.
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+        lines.append(f"the checkpoint of step {save.step} is lost: {reason}")
+    end(code, lines)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from styrax.checkpoint import pending, storage
+from styrax.checkpoint import identity, pending, storage
 from styrax.checkpoint.errors import CheckpointError, Damaged
 
 PREFIX = ".meeting-"
@@ -277,7 +276,7 @@ class _Peers:
 
     def __init__(self, folder: Path, index: int, count: int) -> None:
         self._folder, self._index, self._count = folder, index, count
-        self._me = {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot()}
+        self._me = identity.me()
         self._seen: dict[int, tuple[str, float]] = {}
         self._stop = threading.Event()
         self._write(0)
@@ -310,7 +309,11 @@ class _Peers:
             elif now - before[1] > _SILENCE:
                 return f"process {index} has not answered for {_SILENCE:.0f} s: it is stopped, cut off or dead"
             peer = json.loads(text)
-            if peer and (peer["host"], peer["boot"]) == (self._me["host"], self._me["boot"]) and not _runs(peer["pid"]):
+            if (
+                peer
+                and (peer["host"], peer["boot"]) == (self._me["host"], self._me["boot"])
+                and not identity.runs(peer["pid"])
+            ):
                 return f"process {index} (pid {peer['pid']} on {peer['host']}) has ended"
         return None
 
@@ -354,22 +357,3 @@ def _within(seconds: float, condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(_POLL)
     return True
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    # A process that was killed and not yet waited for has ended too.
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
-
-
-def _boot() -> str | None:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return None

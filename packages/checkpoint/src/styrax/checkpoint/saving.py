@@ -62,10 +62,12 @@ class Writer:
         except Exception as raised:  # an iterator may raise anything, and the others must hear of it
             error = self._explained(raised)
         try:
-            texts = self._channel.agree(error, json.dumps(self._taken.positions))
+            mine = {"items": sorted(self._taken.items), "positions": self._taken.positions}
+            answers = [json.loads(text) for text in self._channel.agree(error, json.dumps(mine))]
+            _same_items([answer["items"] for answer in answers])
         except CheckpointError as raised:
             raise self._failed(raised) from raised.__cause__
-        positions = [json.loads(text) for text in texts]
+        positions = [answer["positions"] for answer in answers]
         for name in self._taken.positions:
             file = self._taken.items[name].file
             self._taken.documents[str(file)] = items.merged([position[name] for position in positions])
@@ -174,6 +176,14 @@ class Writer:
 
     def _explained(self, error: Exception) -> CheckpointError:
         return explain(error, self._folder.parent, f"the checkpoint of step {self._step} cannot be written")
+
+
+def _same_items(items: list[list[str]]) -> None:
+    """Raise, on every process alike, if they were given different items to save."""
+    lines = [f"process {number}: {', '.join(names)}" for number, names in enumerate(items) if names != items[0]]
+    if lines:
+        head = "all processes have to save the same items, but these differ:"
+        raise CheckpointError("\n  ".join([head, f"process 0: {', '.join(items[0])}", *lines]))
 
 
 def _read_back(folder: Path, manifest: Manifest) -> None:

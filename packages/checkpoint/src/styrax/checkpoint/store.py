@@ -128,7 +128,7 @@ class Store(Reader):
         self._writable()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"step: expected an integer, 0 or more, got {step!r}")
-        numbers_ = _numbers({} if metrics is None else metrics)
+        measured = _numbers({} if metrics is None else metrics)
         if self._config.on_busy != "wait" and self._busy():
             if self._config.on_busy == "error":
                 raise CheckpointError(f"step {step} cannot be saved while another save goes on (on_busy='error')")
@@ -138,7 +138,7 @@ class Store(Reader):
         self._saves += 1
         channel = self._group.channel(f"save-{self._saves}", self._config.timeout)
         folder = commit.staging(self.directory, step, f"{self._group.token}{self._saves:08x}")
-        writer = Writer(folder, step, self._config, channel, metrics=numbers_, temporary=temporary)
+        writer = Writer(folder, step, self._config, channel, metrics=measured, temporary=temporary)
         writer.stage(items)
         if self._previous is not None:
             self._previous.end()

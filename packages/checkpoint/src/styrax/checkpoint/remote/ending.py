@@ -6,13 +6,10 @@ ends is uploaded too.
 
 from __future__ import annotations
 
-import atexit
-import concurrent.futures.thread  # noqa: F401  its own shutdown hook must be there before ours, to run after it
-import logging
 import os
-import sys
-import threading
 from typing import Protocol
+
+from styrax.checkpoint import pending
 
 
 class Uploads(Protocol):
@@ -34,13 +31,8 @@ _watching: list[int] = []
 
 def watch(uploads: Uploads) -> None:
     """Wait for these when the program ends, until they are forgotten."""
-    if os.getpid() not in _watching:
-        _watching[:] = [os.getpid()]
+    if pending.at_exit(_watching, _drain, _report):
         _open.clear()  # after a fork these are the parent's
-        atexit.register(_report)
-        hook = getattr(threading, "_register_atexit", None)
-        if hook is not None:
-            hook(_drain)
     _open.add(uploads)
 
 
@@ -64,13 +56,5 @@ def _report() -> None:
     except KeyboardInterrupt:
         code = 130
     lost = [text for uploads in _open for text in uploads.lost()]
-    if not lost:
-        return
-    for text in lost:
-        print(f"error: a checkpoint is not uploaded: {text}", file=sys.stderr)
-    # Nothing else can change the exit code here, and a missing upload must not look like success.
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+    if lost:
+        pending.end(code, [f"a checkpoint is not uploaded: {text}" for text in lost])
