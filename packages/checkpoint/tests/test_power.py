@@ -298,7 +298,7 @@ def test_what_was_synced_is_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_state_of_the_disk(kind, tmp_path, monkeypatch):
     disk, _ = run(tmp_path / "run", monkeypatch, KINDS[kind])
-    draws = [some(random.Random(seed)) for seed in range(2 if kind == "shared" else 8)]
+    draws = [some(random.Random(seed)) for seed in range(2 if kind == "shared" else 4)]
     lengths = range(0, len(disk.events) + 1, 3 if kind == "shared" else 1)
     count, wrong = search(disk, lengths, [*FIXED, *draws], tmp_path / "disk", KINDS[kind])
     assert not wrong and count > 200

@@ -86,6 +86,8 @@ QUICK = [
 ]
 # It deletes everything in the folder and expects no steps; the other place still has them.
 ONE_PLACE = "steps are read from the disk"
+# Object storage has no rename: while a step is replaced in a bucket alone there is a moment with neither of the two.
+RENAMES = ("a crash while a step is saved again",)
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(None, marks=pytest.mark.slow)], ids=["quick", "all"])
@@ -99,7 +101,8 @@ def test_conformance(places, names):
             return TieredStore(folder / "local", f"file://{folder}/remote", config)
         return BucketStore(f"file://{folder}", config)
 
-    names = [name for name in names or testing.CHECKS if places == "bucket" or name != ONE_PLACE]
+    left_out = RENAMES if places == "bucket" else (ONE_PLACE,)
+    names = [name for name in names or testing.CHECKS if name not in left_out]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         short = [str(outcome) for outcome in testing.report_checkpointer(factory, names) if not outcome.passed]

@@ -67,6 +67,19 @@ def memory(nbytes: int) -> np.ndarray:
     return found[shift : shift + nbytes]
 
 
+def whole(checkpoint: Path, item: str, leaf: Leaf) -> str | None:
+    """Name the one file that is the whole of a leaf by its size, or `None` if there is none.
+
+    Args:
+        checkpoint: The folder of the step.
+        item: The item.
+        leaf: A leaf of it that is in Orbax.
+    """
+    name = file_of(item, leaf, (0,) * len(leaf.shape), leaf.shape)
+    path = checkpoint / name
+    return name if leaf.digest is not None and path.is_file() and path.stat().st_size == leaf.nbytes else None
+
+
 def readable(manifest: Manifest, item: str, leaf: Leaf) -> str | None:
     """Name the one file that is the whole of a leaf, or `None` if there is none."""
     if leaf.digest is None or not leaf.in_orbax:
@@ -93,9 +106,8 @@ def read(
         Damaged: One is not what was saved; all such are listed.
     """
 
-    def one(entry: tuple[tuple[str, Leaf], str]) -> tuple[np.ndarray | None, str]:
+    def one(entry: tuple[tuple[str, Leaf], str], data: np.ndarray) -> tuple[np.ndarray | None, str]:
         (_, leaf), name = entry
-        data = memory(leaf.nbytes)
         view, at = data.data, 0
         state = digest.state() if verify else None
         with (checkpoint / name).open("rb", buffering=0) as handle:
@@ -109,8 +121,13 @@ def read(
             return None, f"{name}: digest {state.hexdigest()[:12]}, expected {leaf.digest[:12] if leaf.digest else '?'}"
         return data.view(np.dtype(leaf.dtype)).reshape(leaf.shape), ""
 
-    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-        results = list(pool.map(one, leaves.items()))
+    # Taken here and not by the readers: what a thread allocates may stay with it when it ends.
+    buffers = [memory(leaf.nbytes) for _, leaf in leaves]
+    if len(leaves) == 1:
+        results = [*map(one, leaves.items(), buffers)]
+    else:
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+            results = list(pool.map(one, leaves.items(), buffers))
     bad = [
         f"{problem} (leaf {leaf_name(item, leaf.path)})"
         for ((item, leaf), _), (_, problem) in zip(leaves.items(), results)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from styrax.checkpoint import digest
+from styrax.checkpoint import digest, raw
 from styrax.checkpoint.errors import CheckpointError
 from styrax.checkpoint.formats.base import Array, read_into, reading
 from styrax.checkpoint.formats.casting import dtype_named
@@ -78,6 +78,11 @@ def stored(checkpoint: Path, item: str, leaves: Sequence[Leaf], *, one_by_one: b
     from styrax.checkpoint.formats.orbax import Reader
 
     found: dict[str, Array] = {}
+    for leaf in leaves:
+        file = raw.whole(checkpoint, item, leaf)
+        if file is not None:
+            found[leaf.path] = _straight(checkpoint, item, leaf, file)
+    leaves = [leaf for leaf in leaves if leaf.path not in found]
     for folder in sorted({leaf.where for leaf in leaves}):
         names = {leaf.path: orbax_name(leaf.path) for leaf in leaves if leaf.where == folder}
         reader = Reader(checkpoint / folder, item_name(item), dict.fromkeys(names.values(), 0), together=not one_by_one)
@@ -86,6 +91,14 @@ def stored(checkpoint: Path, item: str, leaves: Sequence[Leaf], *, one_by_one: b
                 name = tree_path(names[leaf.path], "")
                 found[leaf.path] = reader.add(name, leaf.shape, dtype_named(leaf.dtype))
     return found
+
+
+def _straight(checkpoint: Path, item: str, leaf: Leaf, file: str) -> Array:
+    def load() -> np.ndarray:
+        with reading(checkpoint / file, leaf_name(item, leaf.path)):
+            return raw.read(checkpoint, {(item, leaf): file}, verify=True)[item, leaf.path]
+
+    return Array(shape=leaf.shape, dtype=dtype_named(leaf.dtype), load=load)
 
 
 def described(checkpoint: Path, item: str, leaf: Leaf) -> Array | None:
