@@ -1,6 +1,6 @@
 """Installs the built wheels one package at a time and runs that package's own tests there.
 
-    uv run --locked python tools/isolate.py [--oldest | --canary] [PACKAGE ...]
+    uv run --locked python tools/isolate.py [--oldest | --canary] [--python PYTHON] [PACKAGE ...]
 
 In the workspace every sibling can be imported, whatever a package declares. Here a package gets a fresh
 environment with its wheel and what the wheel asks for, and its tests run outside the source tree. The
@@ -38,6 +38,7 @@ class Environment:
 
     folder: Path
     wheels: Path
+    interpreter: str
 
     @property
     def python(self) -> Path:
@@ -51,7 +52,7 @@ class Environment:
         return {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), **visible}
 
     def create(self) -> None:
-        run("uv", "venv", "--quiet", "--python", sys.executable, str(self.folder))
+        run("uv", "venv", "--quiet", "--python", self.interpreter, str(self.folder))
 
     def pip(self, verb: str, *arguments: str) -> str:
         command = ("uv", "pip", verb, "--python", str(self.python), *arguments)
@@ -153,12 +154,14 @@ def try_meta(environment: Environment, package: Package) -> str:
     return f"{len(installed)} distributions; styrax --help answers in {seconds:.2f} s"
 
 
-def isolate(workspace: Workspace, chosen: list[Package], policy: str, scratch: Path) -> Iterator[bool]:
+def isolate(
+    workspace: Workspace, chosen: list[Package], policy: str, interpreter: str, scratch: Path
+) -> Iterator[bool]:
     """Build every wheel, then yield for each chosen package whether it works alone."""
     wheels = scratch / "dist"
     run("uv", "build", "--quiet", "--all-packages", "--out-dir", str(wheels))
     for package in chosen:
-        environment = Environment(scratch / package.name, wheels)
+        environment = Environment(scratch / package.name, wheels, interpreter)
         started, passed = time.perf_counter(), True
         try:
             environment.create()
@@ -180,6 +183,7 @@ def main() -> int:
     known = {package.folder.name: package for package in workspace.packages}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of the environments; default: this")
     policies = parser.add_mutually_exclusive_group()
     for policy in ("oldest", "canary"):
         policies.add_argument(f"--{policy}", dest="policy", action="store_const", const=policy, default="newest")
@@ -190,7 +194,7 @@ def main() -> int:
     if arguments.policy == "oldest":
         chosen = [package for package in chosen if package.module]
     with tempfile.TemporaryDirectory() as scratch:
-        results = list(isolate(workspace, chosen, arguments.policy, Path(scratch)))
+        results = list(isolate(workspace, chosen, arguments.policy, arguments.python, Path(scratch)))
     return 0 if all(results) else 1
 
 

@@ -301,7 +301,7 @@ def test_every_state_of_the_disk(kind, tmp_path, monkeypatch):
     draws = [some(random.Random(seed)) for seed in range(2 if kind == "shared" else 4)]
     lengths = range(0, len(disk.events) + 1, 3 if kind == "shared" else 1)
     count, wrong = search(disk, lengths, [*FIXED, *draws], tmp_path / "disk", KINDS[kind])
-    assert not wrong and count > 200
+    assert not wrong and count > 100
 
 
 def killed_and_cut(tmp_path, monkeypatch, options, numbers, choices):

@@ -668,17 +668,17 @@ def test_object_storage(words, tmp_path):
             "client_kwargs": {"endpoint_url": f"http://{host}:{port}"},
             "s3_additional_kwargs": {"ACL": "public-read"},
         }
-        s3fs.S3FileSystem(**options).mkdir("bucket")
-        with pytest.raises(UserError, match="there is no token store at s3://bucket/words"):
-            open_store("s3://bucket/words", cache_dir=tmp_path, storage_options=options)
+        s3fs.S3FileSystem(**options).mkdir("tokens")
+        with pytest.raises(UserError, match="there is no token store at s3://tokens/words"):
+            open_store("s3://tokens/words", cache_dir=tmp_path, storage_options=options)
         with pytest.raises(UserError, match="cannot write s3://nothing/words"):
             copy_store(words, "s3://nothing/words", storage_options=options)
-        copy_store(words, "s3://bucket/words", storage_options=options)
+        copy_store(words, "s3://tokens/words", storage_options=options)
         with pytest.raises(UserError, match="already exists"):
-            copy_store(words, "s3://bucket/words", storage_options=options)
-        store = open_store("s3://bucket/words", cache_dir=tmp_path / "s3", storage_options=options)
+            copy_store(words, "s3://tokens/words", storage_options=options)
+        store = open_store("s3://tokens/words", cache_dir=tmp_path / "s3", storage_options=options)
         # The same server, by plain HTTP.
-        plain = open_store(f"http://{host}:{port}/bucket/words", cache_dir=tmp_path / "http")
+        plain = open_store(f"http://{host}:{port}/tokens/words", cache_dir=tmp_path / "http")
         for remote in (store, plain):
             for pack in ("concat", "best_fit"):
                 data, reference = LMData(remote, pack=pack, **BASE), LMData(words, pack=pack, **BASE)
@@ -686,9 +686,9 @@ def test_object_storage(words, tmp_path):
                     same(data.batch(step), reference.batch(step))
             remote.verify()
         with pytest.raises(UserError, match="there is no token store at http://"):
-            open_store(f"http://{host}:{port}/bucket/none", cache_dir=tmp_path)
+            open_store(f"http://{host}:{port}/tokens/none", cache_dir=tmp_path)
         copy_store(store, tmp_path / "down", storage_options=options)
         assert TokenStore(tmp_path / "down").fingerprint == words.fingerprint
-        copy_store(words, "s3://bucket/words", storage_options=options, overwrite=True)
+        copy_store(words, "s3://tokens/words", storage_options=options, overwrite=True)
     finally:
         server.stop()
