@@ -258,11 +258,11 @@ def _differences(leaf: Leaf, want: Wanted, cast: Cast) -> list[str]:
         there = f"a Python {leaf.dtype}" if leaf.kind == "python" else f"{leaf.dtype}{list(leaf.shape)}"
         asked = f"a Python {want.dtype}" if want.form == "python" else f"{want.dtype}{list(want.shape or ())}"
         return [f"{there} in the checkpoint, {asked} asked for"]
-    import jax
-
     texts = []
     shape, dtype = leaf.shape, leaf.dtype
     if leaf.kind == "key":
+        import jax
+
         wrap = functools.partial(jax.random.wrap_key_data, impl=leaf.impl)
         keys = jax.eval_shape(wrap, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         shape, dtype = keys.shape, str(keys.dtype)
@@ -272,7 +272,7 @@ def _differences(leaf: Leaf, want: Wanted, cast: Cast) -> list[str]:
         if not _may_cast(leaf, want, cast):
             more = f" and cast={cast!r} does not allow it" if cast != "exact" else ""
             texts.append(f"dtype {dtype} in the checkpoint, {want.dtype} asked for{more}")
-    elif want.form == "jax" and jax.dtypes.canonicalize_dtype(np.dtype(leaf.dtype)) != np.dtype(leaf.dtype):
+    elif want.form == "jax" and not _keeps(leaf.dtype):
         texts.append(f"jax would cast {dtype}: set jax_enable_x64, or ask for a numpy array")
     if not texts and want.sharding is not None:
         try:
@@ -286,6 +286,15 @@ def _may_cast(leaf: Leaf, want: Wanted, cast: Cast) -> bool:
     if leaf.kind in ("python", "key") or str(want.dtype).startswith("key<"):
         return False
     return castable(np.dtype(leaf.dtype), np.dtype(str(want.dtype)), cast)
+
+
+def _keeps(dtype: str) -> bool:
+    """Tell whether jax has the dtype, or casts it to a narrower one."""
+    if dtype.startswith("key<") or np.dtype(dtype).itemsize < 8:
+        return True
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(np.dtype(dtype)) == np.dtype(dtype)
 
 
 @functools.lru_cache(maxsize=256)

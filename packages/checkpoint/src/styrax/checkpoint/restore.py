@@ -115,7 +115,7 @@ def _straight(plan: Plan) -> dict[tuple[str, Leaf], str]:
     found = {}
     for name, leaves in plan.leaves().items():
         for leaf, want in leaves:
-            file = raw.readable(plan.manifest, name, leaf) if _here(want) else None
+            file = raw.readable(plan.manifest, name, leaf) if leaf.in_orbax and _here(want) else None
             if file is not None:
                 found[name, leaf] = file
     return found
@@ -260,10 +260,13 @@ def _place(leaves: list[tuple[Entry, Any]]) -> list[Any]:
         if sharding is not None and sharding.is_fully_addressable:
             placed[number] = sharding
         values.append(data)
-    if placed:
-        moved = jax.device_put([values[number] for number in placed], list(placed.values()))
-        for number, value in zip(placed, moved):
-            values[number] = value
+    free = [number for number, sharding in placed.items() if sharding is default]
+    told = [number for number, sharding in placed.items() if sharding is not default]
+    # Where nothing is said, jax decides, and sooner than when it is told the same for each array.
+    moved = jax.device_put([values[number] for number in free])
+    moved += jax.device_put([values[number] for number in told], [placed[number] for number in told])
+    for number, value in zip(free + told, moved, strict=True):
+        values[number] = value
     return values
 
 
