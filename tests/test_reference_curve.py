@@ -45,7 +45,7 @@ def test_fifty_steps_equal_plain_jax(corpus, tmp_path):
     params = split_model(model)[1]
 
     plain = plain_jax()
-    shape = plain.Shape(2, 32, 4, 2, 8, 64, data.vocab_size, MODEL.rope_theta, MODEL.norm_eps)
+    shape = plain.Shape(2, 32, 4, 2, 8, 64, data.vocab_size, MODEL.rope.theta, MODEL.arch.norm.eps)
     weights = plain.from_styrax(params, 2)
     hyper = plain.Hyper(1e-2, 5, STEPS)
     step = plain.make_step(shape, hyper, plain.decays(weights), wrap=lambda x: x)

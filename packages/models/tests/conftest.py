@@ -1,3 +1,8 @@
+"""Tiny decoders, and the means to make them."""
+
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +12,7 @@ from flax import nnx
 from styrax.core import Policy, tree
 from styrax.models import Decoder, DecoderConfig
 
+sys.path.insert(0, str(Path(__file__).parent))
 VOCAB = 23
 TINY = {"num_layers": 2, "embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 40, "max_len": 64}
 

@@ -8,7 +8,8 @@ from styrax.core import UserError
 
 def test_layout(build):
     cache = build().init_cache(2, 5)
-    assert cache.keys.shape == cache.values.shape == (2, 2, 2, 5, 6)
+    (part,) = cache.parts
+    assert part.keys.shape == part.values.shape == (2, 2, 2, 5, 6)
     assert cache.capacity == 5
     assert cache.lengths.tolist() == [0, 0]
 
@@ -84,7 +85,7 @@ def test_a_donated_cache_is_updated_in_place(build, tokens):
     step = jax.jit(lambda cache, token: model(token, cache=cache), donate_argnums=0)
     cache = model.init_cache(2, 8)
     _, after = step(cache, tokens[:, :1])
-    assert cache.keys.is_deleted()
+    assert cache.parts[0].keys.is_deleted()
     assert after.lengths.tolist() == [1, 1]
     text = step.lower(after, tokens[:, :1]).compile().as_text()
     assert "input_output_alias" in text

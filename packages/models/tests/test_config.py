@@ -8,6 +8,7 @@ from styrax.core import UsageError, registry, tree
 from styrax.core import config as configuration
 from styrax.models import DecoderConfig
 from styrax.models.config import Scales
+from styrax.models.rope_config import Rope
 
 
 def test_import_costs_no_jax():
@@ -52,7 +53,7 @@ def test_defaults_follow_other_fields():
         ({"head_dim": 7}, ["head_dim: expected an even number (rotary positions), got 7"]),
         ({"dropout": 1.0}, ["dropout: expected 0 <= dropout < 1, got 1.0"]),
         ({"num_layers": 0, "max_len": -1, "dropout": 2.0}, ["num_layers: exp", "dropout: ", "max_len: exp"]),
-        ({"norm_eps": float("nan"), "embed_dim": "x", "scan": "yes"}, ["embed_dim: exp", "norm_eps: exp", "scan: exp"]),
+        ({"dropout": float("nan"), "embed_dim": "x", "scan": "yes"}, ["embed_dim: exp", "dropout: exp", "scan: exp"]),
         ({"num_heads": 6, "num_kv_heads": 4, "head_dim": 7}, ["num_kv_heads: ", "head_dim: "]),
     ],
 )
@@ -65,9 +66,9 @@ def test_all_problems_are_listed(fields, messages):
 
 
 def test_reads_from_a_table():
-    table = {"kind": "decoder", "remat": "none", "num_kv_heads": 2, "head_dim": "none", "rope_theta": 1e6}
+    table = {"kind": "decoder", "remat": "none", "num_kv_heads": 2, "head_dim": "none", "rope": {"theta": 1e6}}
     built = configuration.build(DecoderConfig, table)
-    assert built == DecoderConfig(remat="none", num_kv_heads=2, rope_theta=1e6)
+    assert built == DecoderConfig(remat="none", num_kv_heads=2, rope=Rope(theta=1e6))
     scaled = configuration.build(DecoderConfig, {"scales": {"logit_mult": 0.5, "attn_scale": "none"}})
     assert scaled == DecoderConfig(scales=Scales(logit_mult=0.5))
     with pytest.raises(UsageError, match=r"model.scales.embed_scale: expected number > 0.0, got 0"):

@@ -75,7 +75,7 @@ def test_policy(build, tokens, policy, param, output, run):
     exact = run(tree.unflatten(build(tied=False), wide), tokens)
     np.testing.assert_allclose(logits.astype("float32"), exact, atol=0.06 * np.abs(exact).max())
     cache = model.init_cache(1, 4)
-    assert cache.keys.dtype == Policy.parse(policy).compute
+    assert cache.parts[0].keys.dtype == Policy.parse(policy).compute
 
 
 def test_bfloat16_products_are_bfloat16(build, tokens):

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from styrax.core import Policy
-from styrax.models.layers.attention import Mask, attend, document_mask
+from styrax.models import arch
+from styrax.models.layers.attend import attend
 from styrax.models.layers.dropout import dropout
 from styrax.models.layers.fence import fence, on_cpu, rows
-from styrax.models.layers.norm import RMSNorm
+from styrax.models.layers.mask import Mask, document_mask
+from styrax.models.layers.norm import Norm
 from styrax.models.layers.rope import rotate, rotation
 
 F32 = Policy()
@@ -60,16 +62,16 @@ def test_the_mesh_in_scope_decides(accelerator):
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_norm_against_float64(scale):
     x = scale * normal(5, 16)
-    norm = RMSNorm(16, eps=1e-5, policy=F32)
+    norm = Norm(16, arch.Norm(), policy=F32)
     wide = np.asarray(x, np.float64)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(norm(x), expected, rtol=1e-5)
 
 
 def test_norm_of_bfloat16_is_computed_in_float32():
-    norm = RMSNorm(256, eps=1e-5, policy=Policy.parse("bf16"))
+    norm = Norm(256, arch.Norm(), policy=Policy.parse("bf16"))
     x = normal(4, 256).astype("bfloat16")
-    exact = RMSNorm(256, eps=1e-5, policy=F32)(x)
+    exact = Norm(256, arch.Norm(), policy=F32)(x)
     assert norm(x).dtype == jnp.bfloat16
     assert (norm(x) == exact.astype("bfloat16")).all()
 

@@ -6,6 +6,7 @@ import pytest
 
 from styrax.core import tree
 from styrax.models.config import Scales
+from styrax.models.rope_config import Rope
 
 
 def forward(weights, config, tokens, positions, segment_ids):
@@ -15,10 +16,10 @@ def forward(weights, config, tokens, positions, segment_ids):
     attn_scale = 1 / np.sqrt(width) if scales.attn_scale is None else scales.attn_scale
 
     def norm(x, scale):
-        return x / np.sqrt((x**2).mean() + config.norm_eps) * scale
+        return x / np.sqrt((x**2).mean() + config.arch.norm.eps) * scale
 
     def turn(vector, position):
-        angles = position * config.rope_theta ** (-2 * np.arange(width // 2) / width)
+        angles = position * config.rope.theta ** (-2 * np.arange(width // 2) / width)
         pairs = (vector[: width // 2] + 1j * vector[width // 2 :]) * np.exp(1j * angles)
         return np.concatenate([pairs.real, pairs.imag])
 
@@ -59,7 +60,7 @@ def forward(weights, config, tokens, positions, segment_ids):
     "changes",
     [
         {},
-        {"tied": False, "head_dim": 10, "num_kv_heads": 1, "rope_theta": 300.0},
+        {"tied": False, "head_dim": 10, "num_kv_heads": 1, "rope": Rope(theta=300.0)},
         {"scales": Scales(embed_scale=3.0, attn_scale=0.7, residual_mult=0.4, logit_mult=1.7)},
     ],
 )
@@ -76,7 +77,7 @@ def test_forward_against_float64(build, tokens, packed, changes):
 def test_forward_against_hugging_face_llama(build, tied, kv_heads):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model = build(tied=tied, num_kv_heads=kv_heads, head_dim=8, rope_theta=500.0)
+    model = build(tied=tied, num_kv_heads=kv_heads, head_dim=8, rope=Rope(theta=500.0))
     config = model.config
     theirs = transformers.AutoModelForCausalLM.from_config(
         transformers.LlamaConfig(
@@ -87,9 +88,9 @@ def test_forward_against_hugging_face_llama(build, tied, kv_heads):
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.kv_heads,
             head_dim=config.head_width,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            rope_theta=config.rope_theta,
+            rms_norm_eps=config.arch.norm.eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+            rope_theta=config.rope.theta,
             tie_word_embeddings=tied,
             initializer_range=0.2,
             max_position_embeddings=64,

@@ -1,8 +1,8 @@
-"""Keys and values of the tokens seen so far, so that the next one costs a single position."""
+"""What the layers keep of the tokens seen so far, so that the next one costs a single position."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,34 +11,121 @@ import numpy as np
 from jax.core import Tracer
 
 from styrax.core import UserError
-from styrax.models.layers.attention import Mask
+from styrax.models.layers.mask import Mask
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Int, Shaped
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """Keys and values of equal layers. Head-major, because a step reads all slots of one head after another.
+
+    Attributes:
+        keys: `[layers, batch, kv_heads, slots, head_dim]`, rotated, in the compute dtype.
+        values: The same shape.
+    """
+
+    keys: Float[Array, "layers batch kv_heads slots head_dim"]
+    values: Float[Array, "layers batch kv_heads slots head_dim"]
+
+    def write(
+        self,
+        index: int | Int[Array, ""],
+        slots: Int[Array, "batch seq"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads head_dim"],
+    ) -> Slots:
+        """Put one layer's new keys and values into their slots.
+
+        Args:
+            index: Which of the layers.
+            slots: From `KVCache.slots`; what has none, or one past the end, is dropped.
+            key: Rotated.
+            value: As projected.
+        """
+        row = jnp.arange(slots.shape[0])[:, None]
+        at = (index, row, slice(None), slots)
+        return Slots(_put(self.keys, at, key), _put(self.values, at, value))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Latents:
+    """Latents of equal layers of latent attention.
+
+    Attributes:
+        latents: `[layers, batch, slots, kv_rank]`, normalised, in the compute dtype.
+        shared: `[layers, batch, slots, rope_dim]`, the part of the keys that all heads share, rotated.
+    """
+
+    latents: Float[Array, "layers batch slots kv_rank"]
+    shared: Float[Array, "layers batch slots rope_dim"]
+
+    def write(
+        self,
+        index: int | Int[Array, ""],
+        slots: Int[Array, "batch seq"],
+        latent: Float[Array, "batch seq kv_rank"],
+        shared: Float[Array, "batch seq rope_dim"],
+    ) -> Latents:
+        """Put one layer's new latents into their slots.
+
+        Args:
+            index: Which of the layers.
+            slots: From `KVCache.slots`; what has none, or one past the end, is dropped.
+            latent: Normalised.
+            shared: Rotated.
+        """
+        at = (index, jnp.arange(slots.shape[0])[:, None], slots)
+        return Latents(_put(self.latents, at, latent), _put(self.shared, at, shared))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class States:
+    """States of equal recurrent layers; their size does not depend on the number of tokens.
+
+    Attributes:
+        recent: `[layers, batch, conv - 1, channels]`, the last inputs of the convolution.
+        memory: `[layers, batch, heads, k_dim, v_dim]`, float32.
+    """
+
+    recent: Float[Array, "layers batch before channels"]
+    memory: Float[Array, "layers batch heads k_dim v_dim"]
+
+    def write(
+        self,
+        index: int | Int[Array, ""],
+        recent: Float[Array, "batch before channels"],
+        memory: Float[Array, "batch heads k_dim v_dim"],
+    ) -> States:
+        """Put one layer's new state in the place of its old one.
+
+        Args:
+            index: Which of the layers.
+            recent: The last inputs of the convolution.
+            memory: After the last token.
+        """
+        return States(self.recent.at[index].set(recent), self.memory.at[index].set(memory))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """A fixed number of slots per row, filled from the left; every row has a length of its own.
-
-    Head-major, because a decode step reads all slots of one head after another.
+    """What each layer keeps. Every row has a length of its own; its slots are filled from the left.
 
     Attributes:
-        keys: `[layers, batch, kv_heads, slots, head_dim]`, rotated, in the compute dtype.
-        values: The same shape.
+        parts: One for each stack of layers, as in the config's `stacks`.
         lengths: `[batch]`, how many slots are filled.
+        capacity: Slots per row.
     """
 
-    keys: Float[Array, "layers batch kv_heads slots head_dim"]
-    values: Float[Array, "layers batch kv_heads slots head_dim"]
+    parts: tuple[Slots | Latents | States, ...]
     lengths: Int[Array, " batch"]
-
-    @property
-    def capacity(self) -> int:
-        """Slots per row."""
-        return self.keys.shape[3]
+    capacity: int = field(metadata={"static": True})
 
     def slots(
         self, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"] | None
@@ -86,26 +173,6 @@ class KVCache:
             keys=place < self.advance(slots).lengths[:, None],
         )
 
-    def write(
-        self,
-        layer: int | Int[Array, ""],
-        slots: Int[Array, "batch seq"],
-        key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads head_dim"],
-    ) -> KVCache:
-        """Put one layer's new keys and values into their slots; lengths stay as they are.
-
-        Args:
-            layer: Which layer.
-            slots: From `slots`; what has none, or one past the end, is dropped.
-            key: Rotated.
-            value: As projected.
-        """
-        row = jnp.arange(slots.shape[0])[:, None]
-        keys = self.keys.at[layer, row, :, slots].set(key, mode="drop", wrap_negative_indices=False)
-        values = self.values.at[layer, row, :, slots].set(value, mode="drop", wrap_negative_indices=False)
-        return replace(self, keys=keys, values=values)
-
     def advance(self, slots: Int[Array, "batch seq"]) -> KVCache:
         """Count the tokens of a call as seen, once all layers have written them.
 
@@ -113,3 +180,7 @@ class KVCache:
             slots: From `slots`.
         """
         return replace(self, lengths=self.lengths + (slots >= 0).sum(1, dtype=self.lengths.dtype))
+
+
+def _put(into: Shaped[Array, "..."], at: tuple, values: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    return into.at[at].set(values, mode="drop", wrap_negative_indices=False)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from styrax.core import Policy
 from styrax.core.config import Fraction, Positive, PositiveFloat, check
+from styrax.models import layout
+from styrax.models.arch import Arch, Attn
+from styrax.models.rope_config import Rope
 from styrax.models.sharding import LogicalAxes, decoder_axes
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+    """A decoder; by default pre-norm: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
 
     Attributes:
         kind: Selects this model.
@@ -63,18 +67,18 @@ class DecoderConfig:
         embed_dim: Width of the residual stream.
         num_heads: Query heads.
         num_kv_heads: Key and value heads, a divisor of `num_heads`; none means as many as query heads.
-        head_dim: Width of a head, even; none means `embed_dim / num_heads`.
+        head_dim: Width of a head; none means `embed_dim / num_heads`.
         mlp_dim: Hidden width of the MLP; none means 8/3 of `embed_dim`, rounded to a multiple of 64.
         tied: Use the transposed embedding as the output head.
-        rope_theta: Base of the rotary frequencies.
-        norm_eps: Added to the mean square in every RMSNorm.
+        rope: Rotary positions.
         dropout: Probability of dropping an element of the embedding and of each residual branch, below 1.
-        remat: Recompute each block in the backward pass ("block") or keep its activations ("none");
-            "auto" recomputes, except on a CPU.
+        remat: Recompute each block in the backward pass ("block"), all of it but its matrix products ("dots"), or
+            keep its activations ("none"); "auto" recomputes, except on a CPU.
         scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU.
             Parameters and results are the same.
         max_len: Longest context, in tokens, that generation looks back on.
         scales: Constant factors in the forward pass and the initial values.
+        arch: What the blocks are made of.
 
     Raises:
         ValueError: Values do not fit together; all problems are listed.
@@ -93,13 +97,13 @@ class DecoderConfig:
     head_dim: Positive | None = None
     mlp_dim: Positive | None = None
     tied: bool = True
-    rope_theta: PositiveFloat = 10_000.0
-    norm_eps: PositiveFloat = 1e-5
+    rope: Rope = field(default_factory=Rope)
     dropout: Fraction = 0.0
-    remat: Literal["none", "block", "auto"] = "auto"
+    remat: Literal["none", "block", "dots", "auto"] = "auto"
     scan: Literal["auto", "on", "off"] = "auto"
     max_len: Positive = 1024
     scales: Scales = field(default_factory=Scales)
+    arch: Arch = field(default_factory=Arch)
 
     def __post_init__(self) -> None:
         check(self)
@@ -111,19 +115,77 @@ class DecoderConfig:
 
     def _misfits(self) -> list[str]:
         problems = []
-        if self.num_heads % self.kv_heads:
-            problems.append(
-                f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.num_kv_heads}"
-            )
         if self.head_dim is None and self.embed_dim % self.num_heads:
             problems.append(
                 f"embed_dim: expected a multiple of num_heads = {self.num_heads} when head_dim is not given, "
                 f"got {self.embed_dim}"
             )
-        elif self.head_width % 2:
-            source = "embed_dim / num_heads" if self.head_dim is None else "head_dim"
-            problems.append(f"{source}: expected an even number (rotary positions), got {self.head_width}")
-        return problems
+        for name in dict.fromkeys(self.arch.layers):
+            part = getattr(self.arch, name)
+            if isinstance(part, Attn):
+                problems += self._heads_misfits(name, part)
+            elif name == "latent":
+                problems += [f"rope.{text}" for text in self.rope.misfits(part.rope_dim)]
+        for name in ("layers", "sparse"):
+            given = len(getattr(self.arch, name))
+            if given > self.num_layers:
+                problems.append(f"arch.{name}: expected at most num_layers = {self.num_layers} values, got {given}")
+        return list(dict.fromkeys(problems))
+
+    def _heads_misfits(self, name: str, part: Attn) -> list[str]:
+        problems = []
+        if self.num_heads % self.kv_heads_of(part):
+            own = "num_kv_heads" if part.num_kv_heads is None else f"arch.{name}.num_kv_heads"
+            problems.append(f"{own}: expected a divisor of num_heads = {self.num_heads}, got {self.kv_heads_of(part)}")
+        if self.head_dim is None and part.head_dim is None and self.embed_dim % self.num_heads:
+            return problems
+        own = "rope" if part.rope is None else f"arch.{name}.rope"
+        source = "head_dim" if part.head_dim is None else f"arch.{name}.head_dim"
+        source = "embed_dim / num_heads" if self.head_dim is None and part.head_dim is None else source
+        rope, width = self.rope_of(part), self.head_width_of(part)
+        if width % 2 and rope.rotated(width) == width:
+            return [*problems, f"{source}: expected an even number (rotary positions), got {width}"]
+        return problems + [f"{own}.{text}" for text in rope.misfits(width)]
+
+    def kv_heads_of(self, part: Attn) -> int:
+        """Key and value heads of one kind of attention layer."""
+        return part.num_kv_heads or self.kv_heads
+
+    def head_width_of(self, part: Attn) -> int:
+        """Width of a head of one kind of attention layer."""
+        return part.head_dim or self.head_width
+
+    def rope_of(self, part: Attn) -> Rope:
+        """Rotary positions of one kind of attention layer."""
+        return part.rope or self.rope
+
+    @property
+    def kinds(self) -> tuple[layout.Kind, ...]:
+        """What each layer is, with the cycles of `arch` filled in.
+
+        >>> from styrax.models.arch import Attn
+        >>> config = DecoderConfig(num_layers=3, arch=Arch(local=Attn(window=8), layers=("local", "attn")))
+        >>> [kind.mixer for kind in config.kinds]
+        ['local', 'attn', 'local']
+        """
+        arch = self.arch
+        return tuple(
+            layout.Kind(
+                arch.layers[layer % len(arch.layers)],
+                arch.moe is not None and arch.sparse[layer % len(arch.sparse)],
+            )
+            for layer in range(self.num_layers)
+        )
+
+    @property
+    def plan(self) -> tuple[tuple[layout.Stack, ...], tuple[layout.Segment, ...]]:
+        """Which layers share a stack of parameters, and in which runs the stacks are gone through."""
+        return _plan(self.kinds)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers are equal, so that there is one stack."""
+        return len(set(self.kinds)) == 1
 
     @property
     def kv_heads(self) -> int:
@@ -156,4 +218,9 @@ class DecoderConfig:
 
     def logical_axes(self) -> LogicalAxes:
         """Name the axes of every parameter, by path."""
-        return decoder_axes(tied=self.tied)
+        return decoder_axes(self)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(kinds: tuple[layout.Kind, ...]) -> tuple[tuple[layout.Stack, ...], tuple[layout.Segment, ...]]:
+    return layout.plan(kinds)

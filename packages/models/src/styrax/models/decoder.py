@@ -1,87 +1,51 @@
-"""The decoder: embedding, a stack of blocks, a norm and a head."""
+"""The decoder: embedding, stacks of blocks, a norm and a head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from styrax.core import UserError
-from styrax.models.cache import KVCache
+from styrax.models.arch import Attn, Latent
+from styrax.models.block import Block, times
+from styrax.models.cache import KVCache, Latents, Slots, States
 from styrax.models.generate import generate
-from styrax.models.layers.attention import Attention, Scope, document_mask
+from styrax.models.layers.attention import Reach, Scope
 from styrax.models.layers.dropout import dropout
 from styrax.models.layers.embed import Embed
-from styrax.models.layers.fence import fence, on_cpu, rows
+from styrax.models.layers.fence import on_cpu, rows
 from styrax.models.layers.linear import Linear
-from styrax.models.layers.mlp import SwiGLU
-from styrax.models.layers.norm import RMSNorm
+from styrax.models.layers.mask import Mask, document_mask, document_positions
+from styrax.models.layers.norm import Norm
 from styrax.models.layers.rope import rotation
-from styrax.models.stack import run_stack, stack, unstack
+from styrax.models.stack import in_order, run_scanned, run_unrolled, stack
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float, Int, Key
+    from jaxtyping import Float, Int
 
     from styrax.core import Policy
     from styrax.models.config import DecoderConfig
 
 
-class Block(nnx.Module):
-    r"""$x \leftarrow x + m\, \mathrm{attn}(\mathrm{norm}(x))$, then $x + m\, \mathrm{mlp}(\mathrm{norm}(x))$.
+class Hidden(NamedTuple):
+    """What the blocks leave.
 
-    $m$ is the config's `scales.residual_mult`, by default 1.
+    Attributes:
+        x: `[batch, seq, embed]`, normalised: what the head takes.
+        cache: With this call's tokens; `None` without a cache.
+        reports: For each stack of layers with experts, what its router reports, stacked; see
+            `styrax.models.layers.moe`.
     """
 
-    def __init__(self, config: DecoderConfig, policy: Policy, key: Key[Array, ""]):
-        attn, mlp = jax.random.split(key)
-        scales = config.scales
-        hidden, residual = scales.init_std * scales.hidden_init_mult, scales.residual_init_mult
-        # What is added to the residual stream 2L times starts smaller, so that the sum does not grow with L.
-        writes = hidden / (2 * config.num_layers) ** 0.5 if residual is None else hidden * residual
-        std = {"std": hidden, "residual_std": writes}
-        self.attn_norm = RMSNorm(config.embed_dim, eps=config.norm_eps, policy=policy)
-        self.attn = Attention(
-            config.embed_dim,
-            heads=config.num_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_width,
-            scale=scales.attn_scale,
-            policy=policy,
-            key=attn,
-            **std,
-        )
-        self.mlp_norm = RMSNorm(config.embed_dim, eps=config.norm_eps, policy=policy)
-        self.mlp = SwiGLU(config.embed_dim, config.mlp_width, policy=policy, key=mlp, **std)
-        self.dropout = config.dropout
-        self.residual_mult = scales.residual_mult
-
-    def __call__(
-        self,
-        x: Float[Array, "... embed"],
-        cache: KVCache | None,
-        *,
-        scope: Scope,
-        layer: int | Int[Array, ""],
-        key: Key[Array, ""] | None,
-    ) -> tuple[Float[Array, "... embed"], KVCache | None]:
-        """Run the block.
-
-        Args:
-            x: The residual stream.
-            cache: Keys and values of earlier calls.
-            scope: What all blocks share.
-            layer: The block's number.
-            key: For dropout, the same for all blocks; `None` drops nothing.
-        """
-        attn_key, mlp_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, layer))
-        out, cache = self.attn(self.attn_norm(x), scope, layer, cache)
-        x = fence(x + _times(self.residual_mult, dropout(out, self.dropout, attn_key)))
-        out = self.mlp(self.mlp_norm(x))
-        return fence(x + _times(self.residual_mult, dropout(out, self.dropout, mlp_key))), cache
+    x: Float[Array, "batch seq embed"]
+    cache: KVCache | None
+    reports: tuple[Any, ...]
 
 
 class Decoder(nnx.Module):
@@ -93,7 +57,9 @@ class Decoder(nnx.Module):
 
     Attributes:
         embed: The token embedding.
-        layers: The blocks, as one `Block` with a leading axis on every array.
+        layers: The blocks, as one `Block` with a leading axis on every array; if they are of several kinds, a list
+            of such stacks, in the order of the config's `plan`.
+        positions: The learned positions, if there are any.
         final_norm: Before the head.
         head: The output head of an untied model.
         config: What it was built from.
@@ -114,8 +80,21 @@ class Decoder(nnx.Module):
         embed, layers, head = jax.random.split(rngs.params(), 3)
         dim, std = config.embed_dim, config.scales.init_std
         self.embed = Embed(vocab_size, dim, std=std, policy=policy, key=embed)
-        self.layers = stack(lambda key: Block(config, policy, key), config.num_layers, layers)
-        self.final_norm = RMSNorm(dim, eps=config.norm_eps, policy=policy)
+        stacks, _ = config.plan
+        if config.uniform:
+            self.layers = stack(lambda key: Block(config, stacks[0].kind, policy, key), config.num_layers, layers)
+        else:
+            keys = jax.random.split(layers, len(stacks))
+            self.layers = nnx.List(
+                stack(lambda key, kind=each.kind: Block(config, kind, policy, key), len(each.layers), key)
+                for each, key in zip(stacks, keys, strict=True)
+            )
+        if config.arch.learned_positions:
+            places = jax.random.fold_in(embed, 1)
+            self.positions = Embed(config.max_len, dim, std=std, policy=policy, key=places)
+        self.final_norm = Norm(dim, config.arch.norm, policy=policy)
+        if config.arch.head_bias:
+            self.head_bias = nnx.Param(jnp.zeros(vocab_size, policy.param_dtype))
         if not config.tied:
             self.head = Linear(dim, vocab_size, std=std, policy=policy, key=head)
         self.config = config
@@ -150,27 +129,27 @@ class Decoder(nnx.Module):
             UserError: Shapes do not fit, or the cache has no room. Inside `jax.jit` room is known only up to
                 the cache's whole length; beyond it, a row's logits are NaN.
         """
-        x, new = self.hidden(
+        x, new, _ = self.hidden(
             self.blocks(), tokens, positions=positions, segment_ids=segment_ids, cache=cache, rngs=rngs
         )
         logits = self.logits(x)
         return logits if new is None else (logits, new)
 
-    def blocks(self) -> Block | tuple[Block, ...]:
-        """Give the blocks as the config's `scan` wants them: the stack itself, or cut into single blocks."""
-        scan = self.config.scan == "on" or (self.config.scan == "auto" and not on_cpu())
-        return self.layers if scan else unstack(self.layers)
+    def blocks(self) -> tuple[Block, ...]:
+        """Give the blocks as the config's `scan` wants them: the stacks themselves, or cut into single blocks."""
+        stacks = (self.layers,) if isinstance(self.layers, Block) else tuple(self.layers)
+        return stacks if self._scans() else in_order(self.config.plan[0], stacks)
 
     def hidden(
         self,
-        blocks: Block | tuple[Block, ...],
+        blocks: Sequence[Any],
         tokens: Int[Array, "batch seq"],
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
-    ) -> tuple[Float[Array, "batch seq embed"], KVCache | None]:
+    ) -> Hidden:
         """Compute what the head takes, for a caller that wants the logits of some positions only.
 
         Args:
@@ -178,32 +157,58 @@ class Decoder(nnx.Module):
             tokens: And all the others: as for the model itself.
         """
         _check_shapes(tokens, positions=positions, segment_ids=segment_ids)
-        seq = tokens.shape[1]
-        slots = None if cache is None else cache.slots(tokens, segment_ids)
-        if positions is None:
-            positions = jnp.arange(seq)[None] if slots is None else slots
-        scope = Scope(
-            rotation(positions, self.config.head_width, self.config.rope_theta),
-            document_mask(seq, segment_ids) if cache is None or slots is None else cache.mask(slots),
-            slots,
-        )
-        key = rngs.dropout() if rngs is not None and self.config.dropout else None
+        config = self.config
+        scope = self._scope(tokens, positions, segment_ids, cache)
+        key = rngs.dropout() if rngs is not None and config.dropout else None
 
-        def step(block: Block, layer: int | Int[Array, ""], carry: tuple) -> tuple:
-            return block(*carry, scope=scope, layer=layer, key=key)
+        def step(block: Any, layer: Any, index: Any, x: Any, part: Any) -> tuple[Any, Any, Any]:
+            return block(x, part, scope=scope, layer=layer, index=index, key=key)
 
-        x = _times(self.config.scales.embed_scale, self.embed(tokens))
+        x = times(config.scales.embed_scale, self.embed(tokens))
+        if config.arch.learned_positions:
+            x = x + self.positions(scope.positions)
         if segment_ids is not None:  # whatever stands at padding, even an id that is none, reaches nobody
             x = jnp.where((segment_ids != 0)[..., None], x, 0)
-        embed_key = None if key is None else jax.random.fold_in(key, self.config.num_layers)
-        x = rows(dropout(x, self.config.dropout, embed_key))
+        embed_key = None if key is None else jax.random.fold_in(key, config.num_layers)
+        x = rows(dropout(x, config.dropout, embed_key))
+        stacks, segments = config.plan
+        parts = (None,) * len(stacks) if cache is None else cache.parts
         remat = cache is None and self._remat()
-        x, cache = run_stack(step, blocks, (x, cache), num_layers=self.config.num_layers, remat=remat)
+        if self._scans():
+            x, parts, reports = run_scanned(step, segments, blocks, x, parts, remat=remat)
+        else:
+            x, parts, reports = run_unrolled(step, stacks, blocks, x, parts, remat=remat)
         x = self.final_norm(x).reshape(*tokens.shape, -1)
-        if cache is not None and slots is not None:
-            cache = cache.advance(slots)
+        if cache is not None and scope.slots is not None:
+            cache = replace(cache, parts=parts).advance(scope.slots)
             x = jnp.where(cache.lengths[:, None, None] > cache.capacity, jnp.nan, x)
-        return x, cache
+        return Hidden(x, cache, tuple(each for each in reports if each is not None))
+
+    def _scope(self, tokens: Array, positions: Array | None, segment_ids: Array | None, cache: KVCache | None) -> Scope:
+        """Make what all blocks share; what differs between kinds of attention, once for each kind."""
+        config, seq = self.config, tokens.shape[1]
+        slots = None if cache is None else cache.slots(tokens, segment_ids)
+        place = document_positions(seq, segment_ids) if slots is None else slots
+        positions = place if positions is None else positions
+        keys = place if cache is None else jnp.arange(cache.capacity)[None]
+        mask = document_mask(seq, segment_ids) if cache is None or slots is None else cache.mask(slots)
+        ropes, reach = {}, {}
+        for name in dict.fromkeys(config.arch.layers):
+            part = getattr(config.arch, name)
+            near: Mask = mask
+            if isinstance(part, Attn):
+                width, rope = config.head_width_of(part), config.rope_of(part)
+                # Beyond a window it is places in the row that count: within one document they differ alike.
+                near = mask.within(place, keys, window=part.window, chunk=part.chunk)
+            elif isinstance(part, Latent):
+                width, rope = part.rope_dim, config.rope
+            else:
+                continue
+            if (rope, width) not in ropes:
+                ropes[rope, width] = rotation(positions, width, rope)
+            reach[name] = Reach(near, ropes[rope, width])
+        real = None if segment_ids is None else segment_ids != 0
+        return Scope(reach, positions, place, real, slots)
 
     def logits(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Apply the head.
@@ -213,12 +218,16 @@ class Decoder(nnx.Module):
 
         Returns:
             The product in the compute dtype, cast to the policy's output dtype, and there multiplied by the
-            config's `scales.logit_mult`.
+            config's `scales.logit_mult` and limited to its `arch.softcap`.
         """
         flat = rows(x)
         out = self.embed.attend(flat) if self.config.tied else self.head(flat)
+        if self.config.arch.head_bias:
+            out = out + self.head_bias[...].astype(out.dtype)
         out = out.reshape(*x.shape[:-1], self.vocab_size).astype(self.policy.output_dtype)
-        return _times(self.config.scales.logit_mult, out)
+        out = times(self.config.scales.logit_mult, out)
+        cap = self.config.arch.softcap
+        return out if cap is None else cap * jnp.tanh(out / cap)
 
     def init_cache(self, batch: int, length: int) -> KVCache:
         """Make an empty cache.
@@ -229,10 +238,21 @@ class Decoder(nnx.Module):
         """
         if batch < 1 or length < 1:
             raise UserError(f"init_cache: expected batch and length of 1 or more, got {batch} and {length}")
-        config = self.config
-        shape = (config.num_layers, batch, config.kv_heads, length, config.head_width)
-        empty = jnp.zeros(shape, self.policy.compute_dtype)
-        return KVCache(empty, jnp.zeros_like(empty), jnp.zeros(batch, "int32"))
+        parts = tuple(self._part(each.kind.mixer, len(each.layers), batch, length) for each in self.config.plan[0])
+        return KVCache(parts, jnp.zeros(batch, "int32"), length)
+
+    def _part(self, mixer: str, layers: int, batch: int, length: int) -> Slots | Latents | States:
+        config, dtype = self.config, self.policy.compute_dtype
+        part = getattr(config.arch, mixer)
+        if isinstance(part, Attn):
+            shape = (layers, batch, config.kv_heads_of(part), length, config.head_width_of(part))
+            return Slots(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        if isinstance(part, Latent):
+            shape = (layers, batch, length)
+            return Latents(jnp.zeros((*shape, part.kv_rank), dtype), jnp.zeros((*shape, part.rope_dim), dtype))
+        channels = 2 * part.num_k_heads * part.k_dim + part.num_v_heads * part.v_dim
+        recent = jnp.zeros((layers, batch, part.conv - 1, channels), dtype)
+        return States(recent, jnp.zeros((layers, batch, part.num_v_heads, part.k_dim, part.v_dim), "float32"))
 
     def generate(
         self,
@@ -257,15 +277,17 @@ class Decoder(nnx.Module):
             bos_id=bos_id,
         )
 
-    def _remat(self) -> bool:
-        if self.config.remat != "auto":
-            return self.config.remat == "block"
-        # On a CPU, time runs out before memory does, and recomputing takes a fifth of a step.
-        return not on_cpu()
+    def _scans(self) -> bool:
+        return self.config.scan == "on" or (self.config.scan == "auto" and not on_cpu())
 
-
-def _times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return x if factor == 1 else factor * x
+    def _remat(self) -> Any:
+        match self.config.remat:
+            case "auto":  # on a CPU, time runs out before memory does, and recomputing takes a fifth of a step
+                return not on_cpu()
+            case "dots":
+                return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            case name:
+                return name == "block"
 
 
 def _check_shapes(tokens: Int[Array, "batch seq"], **others: Int[Array, "batch seq"] | None) -> None:

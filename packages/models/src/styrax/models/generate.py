@@ -146,7 +146,7 @@ def _prefill(
     model: Decoder, blocks: Any, tokens: Int[Array, "1 bucket"], length: Int[Array, ""], *, capacity: int
 ) -> tuple[Float[Array, " vocab"], KVCache]:
     real = (jnp.arange(tokens.shape[1]) < length)[None].astype("int32")
-    x, cache = model.hidden(blocks, tokens, segment_ids=real, cache=model.init_cache(1, capacity))
+    x, cache, _ = model.hidden(blocks, tokens, segment_ids=real, cache=model.init_cache(1, capacity))
     assert cache is not None
     last = jax.lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
     return model.logits(last)[0, 0], cache
@@ -156,7 +156,7 @@ def _prefill(
 def _decode(
     model: Decoder, blocks: Any, token: Int[Array, "1 1"], cache: KVCache
 ) -> tuple[Float[Array, " vocab"], KVCache]:
-    x, new = model.hidden(blocks, token, cache=cache)
+    x, new, _ = model.hidden(blocks, token, cache=cache)
     assert new is not None
     return model.logits(x)[0, 0], new
 

@@ -1,9 +1,9 @@
-"""One stack of equal blocks: parameters `[layers, ...]`, run by a scan or unrolled."""
+"""Stacks of equal blocks: parameters `[layers, ...]`, run by a scan or unrolled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Int, Key
 
+    from styrax.models.layout import Segment, Stack
+
 Block = TypeVar("Block")
-Carry = TypeVar("Carry")
+Step = Callable[[Any, "int | Int[Array, '']", "int | Int[Array, '']", Any, Any], tuple[Any, Any, Any]]
 
 
 def stack(make: Callable[[Key[Array, ""]], Block], num_layers: int, key: Key[Array, ""]) -> Block:
@@ -45,40 +47,110 @@ def unstack(blocks: Block) -> tuple[Block, ...]:
     return tuple(treedef.unflatten(block) for block in zip(*slices, strict=True))
 
 
-def run_stack(
-    step: Callable[[Block, int | Int[Array, ""], Carry], Carry],
-    blocks: Block | tuple[Block, ...],
-    carry: Carry,
-    *,
-    num_layers: int,
-    remat: bool,
-) -> Carry:
-    r"""Compute $c_{i+1} = \mathrm{step}(b_i, i, c_i)$ for all layers.
+def in_order(stacks: Sequence[Stack], blocks: Sequence[Any]) -> tuple[Any, ...]:
+    """Cut stacks into blocks, and put those in the order of the layers.
 
     Args:
-        step: Takes a block, its number and the carry.
-        blocks: A stack, over which `jax.lax.scan` runs, or a tuple of single blocks, for an unrolled loop.
-        carry: $c_0$, a pytree.
-        num_layers: How many there are.
-        remat: Recompute each step in the backward pass instead of keeping what it computed.
-
-    Returns:
-        $c_L$.
+        stacks: Which layers each holds.
+        blocks: One stacked block for each.
 
     Example:
-        >>> double = lambda block, layer, carry: carry * block["w"] + layer
-        >>> stacked = {"w": jnp.array([2.0, 3.0])}
-        >>> float(run_stack(double, stacked, 1.0, num_layers=2, remat=False))
-        7.0
-        >>> float(run_stack(double, unstack(stacked), 1.0, num_layers=2, remat=True))
+        >>> from styrax.models.layout import Kind, Stack
+        >>> kind = Kind("attn", False)
+        >>> in_order([Stack(kind, (0, 2)), Stack(kind, (1,))], [jnp.array([0, 2]), jnp.array([1])])
+        (Array(0, dtype=int32), Array(1, dtype=int32), Array(2, dtype=int32))
+    """
+    placed = {}
+    for each, block in zip(stacks, blocks, strict=True):
+        placed |= dict(zip(each.layers, unstack(block), strict=True))
+    return tuple(placed[layer] for layer in sorted(placed))
+
+
+def run_unrolled(
+    step: Step, stacks: Sequence[Stack], blocks: Sequence[Any], carry: Any, parts: Sequence[Any], *, remat: Any = None
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Run single blocks one after another; see `run_scanned`.
+
+    Args:
+        step: As there.
+        stacks: Say which stack each layer belongs to, and so which part is its.
+        blocks: One for each layer.
+        carry: As there.
+        parts: As there.
+        remat: As there.
+    """
+    step = _recomputed(step, remat, prevent_cse=True)
+    parts, reports = list(parts), {}
+    owner = {layer: (number, index) for number, each in enumerate(stacks) for index, layer in enumerate(each.layers)}
+    for layer, block in enumerate(blocks):
+        number, index = owner[layer]
+        carry, parts[number], reports[layer] = step(block, layer, index, carry, parts[number])
+    merged = [
+        jax.tree.map(lambda *each: jnp.stack(each), *(reports[layer] for layer in kept.layers)) for kept in stacks
+    ]
+    return carry, tuple(parts), tuple(merged)
+
+
+def run_scanned(
+    step: Step,
+    segments: Sequence[Segment],
+    blocks: Sequence[Any],
+    carry: Any,
+    parts: Sequence[Any],
+    *,
+    remat: Any = None,
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    r"""Compute $c_{i+1}, p_{s(i)}, r_i = \mathrm{step}(b_i, i, n_i, c_i, p_{s(i)})$ for all layers $i$.
+
+    Layer $i$ is the $n_i$-th of the stack $s(i)$. Each segment is one `jax.lax.scan` over its repeats.
+
+    Args:
+        step: Takes a block, its number in the model and in its stack, the carry and its stack's part.
+        segments: The runs of layers, in order.
+        blocks: One stacked block for each stack.
+        carry: $c_0$, a pytree.
+        parts: $p$, one pytree for each stack, handed on from layer to layer of the stack.
+        remat: Whether each step is recomputed in the backward pass instead of keeping what it computed: `False`,
+            `True`, or a policy of `jax.checkpoint_policies` that says what is kept.
+
+    Returns:
+        The last carry, the parts, and for each stack its reports $r$, stacked.
+
+    Example:
+        >>> from styrax.models.layout import Kind, plan
+        >>> double = lambda block, layer, index, carry, part: (carry * block["w"] + layer, part, carry)
+        >>> stacks, segments = plan((Kind("attn", False),) * 2)
+        >>> blocks = [{"w": jnp.array([2.0, 3.0])}]
+        >>> carry, _, reports = run_scanned(double, segments, blocks, jnp.array(1.0), [None])
+        >>> float(carry), reports[0].tolist()
+        (7.0, [1.0, 2.0])
+        >>> float(run_unrolled(double, stacks, unstack(blocks[0]), jnp.array(1.0), [None], remat=True)[0])
         7.0
     """
-    unrolled = isinstance(blocks, tuple)
-    if remat:
-        # In a scan nothing outside can be shared with the recomputation, so no barrier is needed against it.
-        step = jax.checkpoint(step, prevent_cse=unrolled)
-    if unrolled:
-        for layer, block in enumerate(blocks):
-            carry = step(block, layer, carry)
-        return carry
-    return jax.lax.scan(lambda c, each: (step(*each, c), None), carry, (blocks, jnp.arange(num_layers)))[0]
+    # In a scan nothing outside can be shared with the recomputation, so no barrier is needed against it.
+    step = _recomputed(step, remat, prevent_cse=False)
+    parts, reports = list(parts), [None] * len(parts)
+    for segment in segments:
+
+        def body(state: Any, each: Any, segment: Segment = segment) -> tuple[Any, Any]:
+            carry, held = state
+            cycle, repeat = each
+            held, found = list(held), []
+            for place, block in enumerate(cycle):
+                layer = segment.first + repeat * len(cycle) + place
+                carry, held[place], report = step(block, layer, repeat, carry, held[place])
+                found.append(report)
+            return (carry, tuple(held)), tuple(found)
+
+        state = carry, tuple(parts[number] for number in segment.stacks)
+        over = tuple(blocks[number] for number in segment.stacks), jnp.arange(segment.repeats)
+        (carry, held), found = jax.lax.scan(body, state, over)
+        for number, part, report in zip(segment.stacks, held, found, strict=True):
+            parts[number], reports[number] = part, report
+    return carry, tuple(parts), tuple(reports)
+
+
+def _recomputed(step: Step, remat: Any, *, prevent_cse: bool) -> Step:
+    if remat is None or remat is False:
+        return step
+    return jax.checkpoint(step, prevent_cse=prevent_cse, policy=None if remat is True else remat)

@@ -8,135 +8,51 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from styrax.models.layers.fence import fence, on_cpu
+from styrax.models import arch
+from styrax.models.layers.attend import attend
+from styrax.models.layers.fence import fence
 from styrax.models.layers.linear import Linear
-from styrax.models.layers.rope import Rotation, rotate
+from styrax.models.layers.norm import Norm, unit
+from styrax.models.layers.rope import rotate
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Bool, Float, Int, Key
 
     from styrax.core import Policy
-    from styrax.models.cache import KVCache
+    from styrax.models.cache import Slots
+    from styrax.models.layers.mask import Mask
+    from styrax.models.layers.rope import Rotation
 
 
-_SMALLEST_BLOCK = 64
-_MOST_BLOCKS = 8
-
-
-class Mask(NamedTuple):
-    """Which query may look at which key.
+class Reach(NamedTuple):
+    """What all layers of one kind share in one call.
 
     Attributes:
-        allowed: `[batch or 1, seq, keys]`.
-        queries: `[batch, seq]`, false at padding, whose output is 0; `None` when there is none.
-        keys: `[batch, keys]`, false where a key is not to be read at all; `None` when all are.
+        mask: Which keys this call's queries see.
+        rotation: The angles of this call's positions.
     """
 
-    allowed: Bool[Array, "batch seq keys"]
-    queries: Bool[Array, "batch seq"] | None = None
-    keys: Bool[Array, "batch keys"] | None = None
+    mask: Mask
+    rotation: Rotation
 
 
 class Scope(NamedTuple):
     """What all blocks share in one call.
 
     Attributes:
-        rotation: The angles of this call's positions.
-        mask: For this call's queries.
-        slots: Where in the cache this call's keys go; `None` without a cache.
+        reach: For each kind of attention layer, by its name in the config.
+        positions: `[batch or 1, seq]`, as the caller counts them.
+        place: `[batch or 1, seq]`, counted from 0 in each document.
+        real: `[batch, seq]`, false at padding; `None` when there is none.
+        slots: Where in the cache this call's keys go, -1 for nowhere; `None` without a cache.
     """
 
-    rotation: Rotation
-    mask: Mask
+    reach: dict[str, Reach]
+    positions: Int[Array, "batch seq"]
+    place: Int[Array, "batch seq"]
+    real: Bool[Array, "batch seq"] | None = None
     slots: Int[Array, "batch seq"] | None = None
-
-
-def document_mask(seq: int, segment_ids: Int[Array, "batch seq"] | None = None) -> Mask:
-    r"""Allow query $t$ to see key $s$ iff $s \le t$ and both have the same segment, which is not 0.
-
-    Args:
-        seq: Tokens per row.
-        segment_ids: The document of each token, from 1; 0 is padding. `None` means one document per row.
-
-    Example:
-        >>> document_mask(3, jnp.array([[1, 2, 0]])).allowed.astype(int).tolist()
-        [[[1, 0, 0], [0, 1, 0], [0, 0, 0]]]
-    """
-    causal = jnp.tril(jnp.ones((1, seq, seq), bool))
-    if segment_ids is None:
-        return Mask(causal)
-    real = segment_ids != 0
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return Mask(causal & same & real[:, :, None], real)
-
-
-def attend(
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch kv_heads keys head_dim"],
-    value: Float[Array, "batch kv_heads keys head_dim"],
-    mask: Mask,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
-    r"""$\mathrm{softmax}(c\, q k^\top)\, v$ over the allowed keys, the softmax in float32.
-
-    Query head $h$ uses key and value head $\lfloor h K / H \rfloor$. Keys and values are head-major, as a
-    cache keeps them. A padding query gives 0; a key that is not to be read may hold NaN.
-
-    On a CPU a causal product is made in blocks of queries, each with the keys up to its end: that leaves out
-    nearly half of the work, and the scores of a block stay in the cache.
-
-    Source: Vaswani et al., "Attention Is All You Need" (2017), equation 1; Ainslie et al., "GQA" (2023).
-
-    Args:
-        query: $q$.
-        key: $k$, with $K$ heads, a divisor of the $H$ query heads.
-        value: $v$.
-        mask: The allowed pairs.
-        causal: Promises that query $t$ is allowed keys up to the $t$-th only.
-        scale: $c$; `None` means $1 / \sqrt{d}$ for heads of width $d$.
-
-    Returns:
-        In the dtype of `value`.
-
-    Example:
-        >>> key = value = jnp.array([[[[1.0, 0.0], [0.0, 5.0]]]])
-        >>> attend(jnp.ones((1, 2, 2, 2)), key, value, document_mask(2))[0, 0].tolist()
-        [[1.0, 0.0], [1.0, 0.0]]
-    """
-    batch, seq, heads, dim = query.shape
-    query = query.reshape(batch, seq, key.shape[1], heads // key.shape[1], dim)
-    if mask.keys is not None:
-        readable = mask.keys[:, None, :, None]
-        key, value = jnp.where(readable, key, 0), jnp.where(readable, value, 0)
-    factor = dim**-0.5 if scale is None else scale
-    size = max(_SMALLEST_BLOCK, -(-seq // _MOST_BLOCKS)) if causal and on_cpu() else seq
-    parts = []
-    for start in range(0, seq, size):
-        stop = min(start + size, seq)
-        keys = slice(stop if causal else None)
-        allowed = mask.allowed[:, start:stop, keys]
-        parts.append(_attend(query[:, start:stop], key[:, :, keys], value[:, :, keys], allowed, factor))
-    out = jnp.concatenate(parts, axis=1).reshape(batch, seq, heads, dim)
-    return out if mask.queries is None else jnp.where(mask.queries[:, :, None, None], out, 0)
-
-
-def _attend(
-    query: Float[Array, "batch seq kv_heads group head_dim"],
-    key: Float[Array, "batch kv_heads keys head_dim"],
-    value: Float[Array, "batch kv_heads keys head_dim"],
-    allowed: Bool[Array, "batch seq keys"],
-    scale: float,
-) -> Float[Array, "batch seq kv_heads group head_dim"]:
-    # Float32 sums of bfloat16 products; without the preset, the backward products would be float32 ones.
-    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if query.dtype == jnp.bfloat16 else None
-    scores = jnp.einsum("btkgd,bksd->bkgts", query, key, precision=precision, preferred_element_type="float32")
-    scaled = scores * scale
-    scaled = jnp.where(allowed[:, None, None], scaled, jnp.finfo("float32").min)
-    weights = jax.nn.softmax(scaled, axis=-1).astype(value.dtype)
-    return jnp.einsum("bkgts,bksd->btkgd", weights, value)
 
 
 class Attention(nnx.Module):
@@ -147,53 +63,105 @@ class Attention(nnx.Module):
         k: `[dim, kv_heads * head_dim]`.
         v: The same shape.
         o: `[heads * head_dim, dim]`.
+        gate: `[dim, heads * head_dim]`, if the config asks for it.
+        q_norm: Over a head or over all, as the config says, if it asks for it; and `k_norm`.
+        sinks: `[heads]`, initially 0, if the config asks for it.
     """
 
     def __init__(
         self,
         dim: int,
+        config: arch.Attn,
         *,
+        name: str,
         heads: int,
         kv_heads: int,
         head_dim: int,
+        norm: arch.Norm,
         scale: float | None = None,
         std: float,
         residual_std: float,
         policy: Policy,
         key: Key[Array, ""],
     ):
-        q, k, v, o = jax.random.split(key, 4)
-        self.q = Linear(dim, heads * head_dim, std=std, policy=policy, key=q)
-        self.k = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=k)
-        self.v = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=v)
-        self.o = Linear(heads * head_dim, dim, std=residual_std, policy=policy, key=o)
+        keys = jax.random.split(key, 4)
+        bias = config.qkv_bias
+        self.q = Linear(dim, heads * head_dim, std=std, policy=policy, key=keys[0], bias=bias)
+        self.k = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=keys[1], bias=bias)
+        self.v = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=keys[2], bias=bias)
+        self.o = Linear(heads * head_dim, dim, std=residual_std, policy=policy, key=keys[3], bias=config.out_bias)
+        if config.gated:
+            gate = jax.random.fold_in(key, 4)
+            self.gate = Linear(dim, heads * head_dim, std=std, policy=policy, key=gate, bias=bias)
+        if config.qk_norm in ("head", "flat"):
+            flat = config.qk_norm == "flat"
+            self.q_norm = Norm(heads * head_dim if flat else head_dim, norm, policy=policy)
+            self.k_norm = Norm(kv_heads * head_dim if flat else head_dim, norm, policy=policy)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(heads, policy.param_dtype))
+        self.config = config
+        self.name = name
         self.head_dim = head_dim
         self.scale = scale
+        self.eps = norm.eps
 
     def __call__(
-        self, x: Float[Array, "... dim"], scope: Scope, layer: int | Int[Array, ""], cache: KVCache | None
-    ) -> tuple[Float[Array, "... dim"], KVCache | None]:
+        self, x: Float[Array, "... dim"], scope: Scope, index: int | Int[Array, ""], cache: Slots | None
+    ) -> tuple[Float[Array, "... dim"], Slots | None]:
         """Attend.
 
         Args:
             x: `[batch, seq, dim]` or `[batch * seq, dim]`, normalised.
-            scope: Angles, mask and cache slots.
-            layer: Which part of the cache is this layer's.
+            scope: Angles, masks and cache slots.
+            index: Which part of the cache is this layer's.
             cache: Keys and values of earlier calls.
 
         Returns:
             The result in the shape of `x`, and the cache with this call's keys and values.
         """
-        seq = scope.rotation.cos.shape[1]
-        query, key, value = (
-            linear(x).reshape(-1, seq, linear.kernel.shape[-1] // self.head_dim, self.head_dim)
-            for linear in (self.q, self.k, self.v)
-        )
-        query, key = rotate(query, scope.rotation), rotate(key, scope.rotation)
+        config, reach = self.config, scope.reach[self.name]
+        query, key, value = self._projected(x, scope)
         if cache is None or scope.slots is None:
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
         else:
-            cache = cache.write(layer, scope.slots, key, value)
-            keys, values = cache.keys[layer], cache.values[layer]
-        out = attend(query, keys, values, scope.mask, causal=cache is None, scale=self.scale)
-        return self.o(fence(out.reshape(*x.shape[:-1], -1))), cache
+            cache = cache.write(index, scope.slots, key, value)
+            keys, values = cache.keys[index], cache.values[index]
+        out = attend(
+            query,
+            keys,
+            values,
+            reach.mask,
+            causal=cache is None,
+            scale=self.scale,
+            softcap=config.softcap,
+            sinks=self.sinks[...] if config.sinks else None,
+            window=config.window,
+        )
+        out = out.reshape(*x.shape[:-1], -1)
+        if config.gated:
+            out = out * jax.nn.sigmoid(self.gate(x))
+        return self.o(fence(out)), cache
+
+    def _projected(self, x: Float[Array, "... dim"], scope: Scope) -> tuple[Array, Array, Array]:
+        config, rotation = self.config, scope.reach[self.name].rotation
+        query, key, value = self.q(x), self.k(x), self.v(x)
+        if config.qk_norm == "flat":
+            query, key = self.q_norm(query), self.k_norm(key)
+        if config.clip is not None:
+            query, key, value = (jnp.clip(each, -config.clip, config.clip) for each in (query, key, value))
+        shape = (-1, scope.positions.shape[1])
+        query, key, value = (
+            each.reshape(*shape, each.shape[-1] // self.head_dim, self.head_dim) for each in (query, key, value)
+        )
+        if config.qk_norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        if config.v_norm:
+            value = unit(value.astype("float32"), self.eps).astype(value.dtype)
+        query, key = rotate(query, rotation), rotate(key, rotation)
+        if config.qk_norm == "l2":
+            query, key = (unit(each.astype("float32"), self.eps).astype(each.dtype) for each in (query, key))
+        if config.tuning_scale is not None:
+            passed = jnp.floor((scope.positions.astype("float32") + 1) / config.tuning_floor)
+            grown = 1 + config.tuning_scale * jnp.log1p(passed)
+            query = (query * grown[:, :, None, None]).astype(query.dtype)
+        return query, key, value

@@ -1,10 +1,11 @@
-"""A matrix product without bias."""
+"""A matrix product, with or without bias."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from styrax.models.layers.fence import fence
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class Linear(nnx.Module):
-    r"""$y = x W$, with $W$ of shape `(in, out)` cast to the compute dtype in use.
+    r"""$y = x W + b$, with $W$ of shape `(in, out)` and $b$ cast to the compute dtype in use.
 
     Attributes:
-        kernel: `[in_dim, out_dim]` in the parameter dtype, drawn from $N(0, \mathrm{std}^2)$.
+        kernel: $W$, `[in_dim, out_dim]` in the parameter dtype, drawn from $N(0, \mathrm{std}^2)$.
+        bias: $b$, `[out_dim]`, initially 0; only if asked for.
 
     Example:
         >>> from styrax.core import Policy
@@ -29,8 +31,13 @@ class Linear(nnx.Module):
         (2, 3)
     """
 
-    def __init__(self, in_dim: int, out_dim: int, *, std: float, policy: Policy, key: Key[Array, ""]):
+    def __init__(
+        self, in_dim: int, out_dim: int, *, std: float, policy: Policy, key: Key[Array, ""], bias: bool = False
+    ):
         self.kernel = nnx.Param(normal(key, (in_dim, out_dim), std, policy))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(out_dim, policy.param_dtype))
+        self.has_bias = bias
         self.policy = policy
 
     def __call__(self, x: Float[Array, "... in_dim"]) -> Float[Array, "... out_dim"]:
@@ -39,7 +46,10 @@ class Linear(nnx.Module):
         Args:
             x: In the compute dtype.
         """
-        return fence(x @ self.kernel[...].astype(self.policy.compute_dtype))
+        out = x @ self.kernel[...].astype(self.policy.compute_dtype)
+        if self.has_bias:
+            out = out + self.bias[...].astype(self.policy.compute_dtype)
+        return fence(out)
 
 
 def normal(key: Key[Array, ""], shape: tuple[int, ...], std: float, policy: Policy) -> Float[Array, "..."]:

@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""The MLP of a dense block."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 from flax import nnx
 
+from styrax.models.layers.activation import activate
 from styrax.models.layers.fence import fence
 from styrax.models.layers.linear import Linear
 
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Key
 
     from styrax.core import Policy
+    from styrax.models import arch
 
 
-class SwiGLU(nnx.Module):
-    r"""$y = (\mathrm{silu}(x W_g) \odot x W_u)\, W_d$.
+class MLP(nnx.Module):
+    r"""$y = (a(x W_g) \odot x W_u)\, W_d$, or $a(x W_u)\, W_d$ if the config has no gate.
 
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020), equation 6.
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), equations 2 and 6.
 
     Attributes:
         gate: $W_g$.
@@ -28,11 +30,23 @@ class SwiGLU(nnx.Module):
         down: $W_d$.
     """
 
-    def __init__(self, dim: int, hidden: int, *, std: float, residual_std: float, policy: Policy, key: Key[Array, ""]):
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        config: arch.MLP,
+        *,
+        std: float,
+        residual_std: float,
+        policy: Policy,
+        key: Key[Array, ""],
+    ):
         gate, up, down = jax.random.split(key, 3)
-        self.gate = Linear(dim, hidden, std=std, policy=policy, key=gate)
-        self.up = Linear(dim, hidden, std=std, policy=policy, key=up)
-        self.down = Linear(hidden, dim, std=residual_std, policy=policy, key=down)
+        if config.gated:
+            self.gate = Linear(dim, hidden, std=std, policy=policy, key=gate, bias=config.bias)
+        self.up = Linear(dim, hidden, std=std, policy=policy, key=up, bias=config.bias)
+        self.down = Linear(hidden, dim, std=residual_std, policy=policy, key=down, bias=config.bias)
+        self.config = config
 
     def __call__(self, x: Float[Array, "... dim"]) -> Float[Array, "... dim"]:
         """Transform every position by itself.
@@ -40,4 +54,6 @@ class SwiGLU(nnx.Module):
         Args:
             x: In the compute dtype.
         """
-        return self.down(fence(jax.nn.silu(self.gate(x)) * self.up(x)))
+        name = self.config.activation
+        hidden = activate(name, self.gate(x)) * self.up(x) if self.config.gated else activate(name, self.up(x))
+        return self.down(fence(hidden))

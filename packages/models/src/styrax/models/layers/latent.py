@@ -1,0 +1,117 @@
+"""Attention over latents: keys and values of all heads from one narrow vector per token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from styrax.models import arch
+from styrax.models.layers.attend import attend
+from styrax.models.layers.attention import Scope
+from styrax.models.layers.fence import fence
+from styrax.models.layers.linear import Linear
+from styrax.models.layers.norm import Norm
+from styrax.models.layers.rope import rope_scale, rotate
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int, Key
+
+    from styrax.core import Policy
+    from styrax.models.cache import Latents
+    from styrax.models.rope_config import Rope
+
+
+class LatentAttention(nnx.Module):
+    r"""Multi-head latent attention.
+
+    With $c = \mathrm{norm}(x W_a)$, head $h$ has the key $[c\, W_{k,h}; \mathrm{rotate}(x W_r)]$ and the value
+    $c\, W_{v,h}$; the part $x W_r$ is shared by the heads. The cache keeps $c$ and that part only.
+
+    Source: DeepSeek-AI, "DeepSeek-V2" (2024), equations 9 to 19.
+
+    Attributes:
+        q: `[dim, heads * (nope + rope)]`; or `q_a`, `q_norm` and `q_b` with a latent of width `q_rank` between.
+        kv_a: $W_a$, `[dim, kv_rank]`.
+        kv_norm: Of the latent.
+        k_rope: $W_r$, `[dim, rope]`.
+        k_b: $W_k$, `[kv_rank, heads * nope]`.
+        v_b: $W_v$, `[kv_rank, heads * v]`.
+        o: `[heads * v, dim]`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        config: arch.Latent,
+        *,
+        name: str,
+        heads: int,
+        rope: Rope,
+        scale: float | None = None,
+        std: float,
+        residual_std: float,
+        policy: Policy,
+        key: Key[Array, ""],
+    ):
+        keys = jax.random.split(key, 7)
+        norm = arch.Norm(eps=config.norm_eps, late_cast=False)
+        width = heads * (config.nope_dim + config.rope_dim)
+
+        def linear(inner: int, outer: int, number: int, *, bias: bool = False, std: float = std) -> Linear:
+            return Linear(inner, outer, std=std, policy=policy, key=keys[number], bias=bias)
+
+        if config.q_rank is None:
+            self.q = linear(dim, width, 0)
+        else:
+            self.q_a = linear(dim, config.q_rank, 0, bias=config.bias)
+            self.q_norm = Norm(config.q_rank, norm, policy=policy)
+            self.q_b = linear(config.q_rank, width, 1)
+        self.kv_a = linear(dim, config.kv_rank, 2, bias=config.bias)
+        self.k_rope = linear(dim, config.rope_dim, 3, bias=config.bias)
+        self.kv_norm = Norm(config.kv_rank, norm, policy=policy)
+        self.k_b = linear(config.kv_rank, heads * config.nope_dim, 4)
+        self.v_b = linear(config.kv_rank, heads * config.v_dim, 5)
+        self.o = linear(heads * config.v_dim, dim, 6, bias=config.bias, std=residual_std)
+        self.config = config
+        self.name = name
+        self.heads = heads
+        self.scale = scale or (config.nope_dim + config.rope_dim) ** -0.5 * rope_scale(rope)
+
+    def __call__(
+        self, x: Float[Array, "... dim"], scope: Scope, index: int | Int[Array, ""], cache: Latents | None
+    ) -> tuple[Float[Array, "... dim"], Latents | None]:
+        """Attend.
+
+        Args:
+            x: `[batch, seq, dim]` or `[batch * seq, dim]`, normalised.
+            scope: Angles, masks and cache slots.
+            index: Which part of the cache is this layer's.
+            cache: Latents of earlier calls.
+
+        Returns:
+            The result in the shape of `x`, and the cache with this call's latents.
+        """
+        config, heads, reach = self.config, self.heads, scope.reach[self.name]
+        seq = scope.positions.shape[1]
+        query = self.q(x) if config.q_rank is None else self.q_b(self.q_norm(self.q_a(x)))
+        query = query.reshape(-1, seq, heads, config.nope_dim + config.rope_dim)
+        plain, turned = jnp.split(query, [config.nope_dim], axis=-1)
+        query = jnp.concatenate([plain, rotate(turned, reach.rotation)], axis=-1)
+        latent = self.kv_norm(self.kv_a(x)).reshape(-1, seq, config.kv_rank)
+        shared = rotate(self.k_rope(x).reshape(-1, seq, 1, config.rope_dim), reach.rotation)[:, :, 0]
+        if cache is not None and scope.slots is not None:
+            cache = cache.write(index, scope.slots, latent, shared)
+            latent, shared = cache.latents[index], cache.shared[index]
+            if reach.mask.keys is not None:  # a slot that was never written may hold anything
+                latent = jnp.where(reach.mask.keys[:, :, None], latent, 0)
+        batch, places = latent.shape[:2]
+        keys = self.k_b(latent).reshape(batch, places, heads, config.nope_dim).swapaxes(1, 2)
+        values = self.v_b(latent).reshape(batch, places, heads, config.v_dim).swapaxes(1, 2)
+        shared = jnp.broadcast_to(shared[:, None], (batch, heads, places, config.rope_dim))
+        keys = jnp.concatenate([keys, shared], axis=-1)
+        out = attend(query, keys, values, reach.mask, causal=cache is None, scale=self.scale)
+        return self.o(fence(out.reshape(*x.shape[:-1], -1))), cache

@@ -1,0 +1,176 @@
+"""Laws that hold for every family: what a cache, padding, packing, loops, recomputation and meshes must not change."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import cases, write
+from flax import nnx
+
+from styrax.core import DEFAULT_RULES, tree
+from styrax.core.mesh import MeshConfig
+from styrax.models.hf import from_pretrained
+
+CASES = cases()
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Frequencies follow from the longest position of a call, so that a chunk alone has others: as in transformers.
+BY_LENGTH = ("llama-dynamic", "phi3")
+LENGTH = 20
+
+
+def each(*quick):
+    """Run with every family in the long stage, and with those that are named always."""
+    marks = {name: [] if name in quick else [pytest.mark.slow] for name in CASES}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+@pytest.fixture(scope="session")
+def load(tmp_path_factory):
+    made = {}
+
+    def get(name, **changes):
+        if name not in made:
+            made[name] = from_pretrained(write(CASES[name][0], tmp_path_factory.mktemp("model") / name))
+        model = made[name]
+        config = dataclasses.replace(model.config, **changes)
+        empty = nnx.eval_shape(lambda: config.build(vocab_size=model.vocab_size, rngs=nnx.Rngs(0)))
+        return tree.unflatten(empty, tree.flatten(model))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def call():
+    return jax.jit(lambda model, ids, **given: model(ids, **given), compiler_options=QUICK)
+
+
+def ids_of(rows=2, length=LENGTH):
+    return np.random.default_rng(7).integers(1, 61, (rows, length), dtype=np.int32)
+
+
+def close(got, expected):
+    scale = np.abs(np.asarray(expected)).max()
+    np.testing.assert_allclose(got, expected, atol=5e-5 * max(1, scale))
+
+
+@each("deepseek_v3", "llama4")
+def test_a_cache_and_padding_change_nothing(name, load, call):
+    """Rows of different lengths, padding on the left, then chunks of one and of several tokens."""
+    model, ids = load(name), ids_of()
+    if name in BY_LENGTH:
+        ids = ids[:, :14]
+    whole = call(model, ids)
+    first = [9, 6]
+    prompt, real = np.zeros((2, 9), np.int32), np.zeros((2, 9), np.int32)
+    for row, count in enumerate(first):
+        prompt[row, 9 - count :], real[row, 9 - count :] = ids[row, :count], 1
+    got, cache = call(model, prompt, segment_ids=real, cache=model.init_cache(2, LENGTH))
+    for row, count in enumerate(first):
+        close(got[row, 9 - count :], whole[row, :count])
+    at = np.array(first)
+    for step in (1, 1, 3):
+        chunk = np.stack([ids[row, at[row] : at[row] + step] for row in range(2)])
+        got, cache = call(model, chunk, cache=cache)
+        for row in range(2):
+            close(got[row], whole[row, at[row] : at[row] + step])
+        at = at + step
+    assert cache.lengths.tolist() == at.tolist()
+
+
+@each("qwen3_next")
+def test_packed_is_separate(name, load, call):
+    model, ids = load(name), ids_of(1)
+    segments = np.array([[1] * 8 + [2] * 9 + [0] * 3], np.int32)
+    packed = call(model, ids, segment_ids=segments)
+    close(packed[0, :8], call(model, ids[:, :8])[0])
+    close(packed[0, 8:17], call(model, ids[:, 8:17])[0])
+
+
+def loss_and_grad(model, ids, segments):
+    def loss(model):
+        logits = jax.nn.log_softmax(model(ids, segment_ids=segments))
+        return -(jnp.take_along_axis(logits, ids[..., None], -1)[..., 0] * (segments != 0)).mean()
+
+    params, rest = nnx.split(model, nnx.Param, ...)[1:]
+    graph = nnx.split(model, nnx.Param, ...)[0]
+    run = jax.jit(jax.value_and_grad(lambda p: loss(nnx.merge(graph, p, rest))), compiler_options=QUICK)
+    value, grad = run(params)
+    return value, tree.flatten(grad)
+
+
+def same_training(model, other, ids, segments):
+    value, grad = loss_and_grad(model, ids, segments)
+    other_value, other_grad = loss_and_grad(other, ids, segments)
+    np.testing.assert_allclose(other_value, value, rtol=1e-5)
+    assert grad.keys() == other_grad.keys()
+    for path, leaf in grad.items():
+        np.testing.assert_allclose(
+            other_grad[path], leaf, atol=2e-5 * max(float(jnp.abs(leaf).max()), 1e-3), err_msg=path
+        )
+        assert bool(jnp.isfinite(leaf).all()), path
+
+
+SEGMENTS = np.array([[1] * 8 + [2] * 9 + [0] * 3, [1] * LENGTH], np.int32)
+
+
+@each("gemma3")
+def test_scanned_and_recomputed_is_unrolled_and_kept(name, load):
+    same_training(load(name, scan="off", remat="none"), load(name, scan="on", remat="block"), ids_of(), SEGMENTS)
+
+
+@each()
+@pytest.mark.parametrize(("scan", "remat"), [("off", "dots"), ("on", "dots"), ("off", "block")])
+def test_every_policy_of_recomputation_gives_the_same(name, scan, remat, load):
+    same_training(load(name, scan="off", remat="none"), load(name, scan=scan, remat=remat), ids_of(), SEGMENTS)
+
+
+@each()
+def test_every_parameter_is_trained(name, load):
+    """A parameter without gradient is dead weight, or a term that is lost."""
+    _, grad = loss_and_grad(load(name), ids_of(8), np.ones((8, LENGTH), np.int32))
+    assert all(bool(jnp.abs(leaf).max() > 0) for leaf in grad.values()), [
+        p for p, g in grad.items() if not jnp.abs(g).max()
+    ]
+
+
+@each()
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_a_mesh_of_eight_devices_is_one_device(name, axes, load, tmp_path):
+    """Loaded straight into its shards, and run there."""
+    mesh = MeshConfig(axes=axes).build()
+    rules = {**DEFAULT_RULES, "vocab": None, "kv_heads": None}  # 61 tokens, and two heads of any width
+    write(CASES[name][0], tmp_path / "model")
+    try:
+        sharded = from_pretrained(tmp_path / "model", mesh=mesh, rules=rules)
+    except Exception as error:
+        if "divide" in str(error):
+            pytest.skip(str(error))
+        raise
+    leaves = tree.flatten(sharded).values()
+    assert any(len(leaf.sharding.device_set) == 8 and not leaf.is_fully_replicated for leaf in leaves)
+    with jax.sharding.set_mesh(mesh) if hasattr(jax.sharding, "set_mesh") else mesh:
+        got = jax.jit(lambda model, ids: model(ids))(sharded, jnp.asarray(ids_of(8)))
+    close(got, jax.jit(lambda model, ids: model(ids))(load(name), jnp.asarray(ids_of(8))))
+
+
+@each()
+def test_bfloat16_is_near_float32(name, load):
+    """Within a twentieth of the largest logit on most tokens; the router may choose otherwise on a few."""
+    model = load(name)
+    low = tree.unflatten(
+        nnx.eval_shape(lambda: model.config.build(vocab_size=61, rngs=nnx.Rngs(0), policy=_bf16())),
+        {path: leaf.astype("bfloat16") for path, leaf in tree.flatten(model).items()},
+    )
+    run = jax.jit(lambda model, ids: model(ids), compiler_options=QUICK)
+    exact, got = run(model, jnp.asarray(ids_of())), run(low, jnp.asarray(ids_of()))
+    assert got.dtype == jnp.float32
+    error = np.abs(np.asarray(got - exact)).max(-1) / float(jnp.abs(exact).max())
+    assert np.median(error) < 0.05
+
+
+def _bf16():
+    from styrax.core import Policy
+
+    return Policy("bf16", "bf16", "f32")
