@@ -19,7 +19,7 @@ import numpy as np
 TESTS = Path(__file__).parents[2] / "packages/models/tests"
 sys.path.insert(0, str(TESTS))
 
-from families import POSITIONS, Case, tokens, values  # noqa: E402
+from families import POSITIONS, Case, tokens, values  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 SIZES = {
     "vocab_size": 61,
@@ -68,7 +68,10 @@ NEAR = {"rope_type": "default", "rope_theta": 1e4}
 # Name -> model_type and what differs from the sizes above.
 CASES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}),
-    "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-3.1": (
+        "llama",
+        {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
     "llama-dynamic": (
         "llama",
@@ -212,7 +215,8 @@ def main() -> None:
     cases = json.dumps({case.name: [case.table, case.shapes] for case, _ in made}).encode()
     out = TESTS / "golden/families.npz"
     out.parent.mkdir(exist_ok=True)
-    np.savez_compressed(out, cases=np.frombuffer(cases, np.uint8), **{case.name: logits for case, logits in made})
+    arrays = {"cases": np.frombuffer(cases, np.uint8), **{case.name: logits for case, logits in made}}
+    np.savez_compressed(out, **arrays)  # pyright: ignore[reportArgumentType]
     print(out, out.stat().st_size, "bytes")
 
 

@@ -57,7 +57,7 @@ def test_an_axis_that_no_rule_uses_is_named():
     assert idle_axes(name for rule in DEFAULT_RULES.values() for name in rule) == []
     assert idle_axes(["data", "dta", "stage"]) == [
         f"{name}: no rule splits anything over this mesh axis{hint}; the axes with rules are "
-        "data, fsdp, context, tensor"
+        "data, fsdp, context, tensor, expert"
         for name, hint in (("dta", " (did you mean 'data'?)"), ("stage", ""))
     ]
     assert idle_axes(["stage", "data"], {"layers": ("stage",)}) == [

@@ -140,7 +140,7 @@ def test_every_parameter_is_trained(name, load):
 def test_a_mesh_of_eight_devices_is_one_device(name, axes, load, tmp_path):
     """Loaded straight into its shards, and run there."""
     mesh = MeshConfig(axes=axes).build()
-    rules = {**DEFAULT_RULES, "vocab": None, "kv_heads": None}  # 61 tokens, and two heads of any width
+    rules = {**DEFAULT_RULES, "vocab": (), "kv_heads": ()}  # 61 tokens, and two heads of any width
     write(CASES[name][0], tmp_path / "model")
     try:
         sharded = from_pretrained(tmp_path / "model", mesh=mesh, rules=rules)

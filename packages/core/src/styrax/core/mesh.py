@@ -30,6 +30,7 @@ DEFAULT_RULES: Rules = MappingProxyType(
         "head_dim": (),
         "vocab": ("tensor",),
         "layers": (),
+        "expert": ("expert",),
     }
 )
 """Logical axis -> the mesh axes that split it, those that a mesh has."""
@@ -128,7 +129,7 @@ def idle_axes(names: Iterable[str], rules: Rules = DEFAULT_RULES) -> list[str]:
     Example:
         >>> idle_axes(["fsdp", "tensr"])
         ["tensr: no rule splits anything over this mesh axis (did you mean 'tensor'?); the axes with rules are \
-data, fsdp, context, tensor"]
+data, fsdp, context, tensor, expert"]
     """
     used = list(dict.fromkeys(axis for axes in rules.values() for axis in axes))
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -121,7 +122,8 @@ class Block(nnx.Module):
     def _mlp(self, x: Float[Array, "... embed"], scope: Scope) -> tuple[Float[Array, "... embed"], Any]:
         if not self.kind.sparse:
             return self.mlp(x), None
-        return self.moe(x, mask=None if scope.real is None else scope.real.reshape(x.shape[:-1]))
+        mask = None if scope.real is None else scope.real.reshape(x.shape[:-1])
+        return self.moe(x, mask=mask, batch=math.prod(x.shape[:-1]) // scope.place.shape[1])
 
 
 def times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -79,7 +79,7 @@ def from_pretrained(
             _check_tied(tensors, sources["embed/embedding"][0])
         places: Mapping[str, Any] = {}
         if mesh is not None:
-            places = tree.flatten(shardings(wanted, config.logical_axes(), rules, mesh))
+            places = tree.flatten(shardings(empty, config.logical_axes(), rules, mesh))
         made = {}
         for path, leaf in wanted.items():
             kept = leaf.dtype if dtype is not None else _kept_dtype(tensors, sources[path])

@@ -65,6 +65,7 @@ class Mixture(nnx.Module):
         *,
         mask: Bool[Array, "..."] | None = None,
         router_input: Float[Array, "... dim"] | None = None,
+        batch: int | None = None,
     ) -> tuple[Float[Array, "... dim"], RouterStats]:
         """Send every token through its experts.
 
@@ -72,6 +73,7 @@ class Mixture(nnx.Module):
             x: `[tokens, dim]` or `[batch, seq, dim]`, in the compute dtype.
             mask: One value for each token, false at padding: it counts nowhere, takes no place, and gives 0.
             router_input: What the router reads, in the shape of `x`; `None` means `x`.
+            batch: Give the statistics of so many rows of tokens, a leading axis; `None` gives those of all.
 
         Returns:
             The result in the shape of `x`, and the router's statistics.
@@ -85,7 +87,7 @@ class Mixture(nnx.Module):
         real = None if mask is None else mask.reshape(-1)
         if real is not None:  # whatever stands at padding, even NaN, reaches nobody
             rows, seen = jnp.where(real[:, None], rows, 0), jnp.where(real[:, None], seen, 0)
-        choice, stats = self.router(seen, real)
+        choice, stats = self.router(seen, real, batch)
         out, dropped = self._routed(rows, choice)
         out = out.astype(self.policy.compute_dtype)
         if self.config.shared is not None:

@@ -36,7 +36,9 @@ class Choice(NamedTuple):
 
 
 class RouterStats(NamedTuple):
-    """Sums over tokens, all float32; to be added over layers, micro-batches and devices, and divided at the end.
+    """Sums over tokens, in float32: of each row, or of all.
+
+    They are to be added over rows, micro-batches and devices, and divided at the end.
 
     Padding counts nowhere. Only `probs`, `z` and `entropy` carry a gradient.
 
@@ -46,7 +48,7 @@ class RouterStats(NamedTuple):
         probs: `[experts]`, sums of the router's probabilities; scores that are sigmoids are divided by their sum.
         z: Sum of the squared logarithm of the sum of the exponentials of the logits.
         entropy: Sum of the entropies of the probabilities, in nats.
-        dropped: How many choices found no place.
+        dropped: How many choices found no place, in all rows together.
     """
 
     tokens: Float[Array, "..."]
@@ -82,13 +84,14 @@ class Router(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "tokens dim"], mask: Bool[Array, " tokens"] | None = None
+        self, x: Float[Array, "tokens dim"], mask: Bool[Array, " tokens"] | None = None, rows: int | None = None
     ) -> tuple[Choice, RouterStats]:
         """Choose.
 
         Args:
             x: Any floating dtype; at padding, anything finite.
             mask: False at padding.
+            rows: Cut the tokens into so many rows of equal length, and count in each; `None` counts in all.
 
         Returns:
             The choice, and the statistics with nothing dropped.
@@ -107,7 +110,7 @@ class Router(nnx.Module):
         if mask is not None:
             experts = jnp.where(mask[:, None], experts, self.config.num_experts)
             weights = jnp.where(mask[:, None], weights, 0)
-        return Choice(experts, weights), self._stats(logits, scores, experts, mask)
+        return Choice(experts, weights), self._stats(logits, scores, experts, mask, rows)
 
     def _logits(self, x: Float[Array, "tokens dim"]) -> Float[Array, "tokens experts"]:
         routing = self.config.routing
@@ -133,9 +136,15 @@ class Router(nnx.Module):
         scores: Float[Array, "tokens experts"],
         experts: Int[Array, "tokens k"],
         mask: Bool[Array, " tokens"] | None,
+        rows: int | None,
     ) -> RouterStats:
         real = jnp.ones(len(logits), "float32") if mask is None else mask.astype("float32")
-        load = jnp.zeros(self.config.num_experts, "int32").at[experts.reshape(-1)].add(1, mode="drop")
+        row = jnp.arange(len(logits)) // (len(logits) // (rows or 1))
+        load = jnp.zeros((rows or 1, self.config.num_experts), "int32").at[row[:, None], experts].add(1, mode="drop")
+
+        def summed(x: Float[Array, "tokens ..."]) -> Float[Array, "..."]:
+            return x.sum(0) if rows is None else x.reshape(rows, -1, *x.shape[1:]).sum(1)
+
         if self.config.routing.score == "softmax":
             log_probs = jax.nn.log_softmax(logits)
         else:
@@ -145,11 +154,11 @@ class Router(nnx.Module):
         entropy = -(probs * log_probs).sum(-1)
         z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
         return RouterStats(
-            tokens=real.sum(),
-            load=load.astype("float32"),
-            probs=(real[:, None] * probs).sum(0),
-            z=(real * z).sum(),
-            entropy=(real * entropy).sum(),
+            tokens=summed(real),
+            load=(load[0] if rows is None else load).astype("float32"),
+            probs=summed(real[:, None] * probs),
+            z=summed(real * z),
+            entropy=summed(real * entropy),
             dropped=jnp.zeros((), "float32"),
         )
 

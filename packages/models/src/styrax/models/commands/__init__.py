@@ -1,0 +1,3 @@
+"""The subcommands of `styrax models`, a file each."""
+
+__all__: list[str] = []
