@@ -40,3 +40,12 @@ def test_checkpoint_runs():
     assert done.returncode == 0, done.stderr
     for part in ("big: ", "small: ", "half: ", "looking at ", " saves of ", " goals met"):
         assert part in done.stdout
+
+
+@pytest.mark.slow
+def test_generate_runs():
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "generate.py", "--quick"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s" in done.stdout

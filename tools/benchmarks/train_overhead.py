@@ -64,7 +64,15 @@ def compare(name: str, rounds: int) -> None:
     ours = jax.jit(make_step(graphdef, tx, next_token_loss, metrics=recipe.metrics), donate_argnums=0)
 
     shape = plain_jax.Shape(
-        layers, width, heads, kv_heads, config.head_width, config.mlp_width, vocab, config.rope.theta, config.arch.norm.eps
+        layers,
+        width,
+        heads,
+        kv_heads,
+        config.head_width,
+        config.mlp_width,
+        vocab,
+        config.rope.theta,
+        config.arch.norm.eps,
     )
     forms: dict[str, list[Any]] = {}
     for label, remat in (("by hand", False), ("by hand, remat", True)):

@@ -1,11 +1,17 @@
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from styrax.core import UserError
-from styrax.models import generate
+from styrax.models import decoding
+from styrax.models.arch import Arch, Delta
+from styrax.models.decoding import Runner
+from styrax.models.generate import generate, generate_batch
+from styrax.models.moe_config import MoE
+from styrax.models.sampling import Sampling
 
 VOCAB = 23
 
@@ -134,11 +140,219 @@ def test_arguments_of_another_kind_are_explained(model, arguments, messages):
     assert all(line.startswith(message) for line, message in zip(lines, messages, strict=True))
 
 
-def test_lengths_in_a_bucket_compile_once(model):
-    from styrax.models.generate import _decode, _prefill
+def test_other_options_of_sampling(model):
+    best = list(generate(model, [1, 2], max_tokens=6, temperature=0))
+    assert best == list(generate(model, [1, 2], max_tokens=6, temperature=9.0, min_p=1.0))
+    fresh = list(generate(model, [1, 2], max_tokens=20, temperature=0, presence_penalty=1e9))
+    assert len(set(fresh)) == 20
+    with pytest.raises(UserError, match=r"unexpected keyword argument 'topp'"):
+        generate(model, [1], max_tokens=1, topp=0.5)
+    with pytest.raises(UserError) as caught:
+        generate(model, [1], max_tokens=1, temperature=-1.0, top_p=0.0, min_p=2.0)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["temperature", "min_p"]
 
-    list(generate(model, [1] * 3, max_tokens=4))
-    sizes = _prefill._cache_size(), _decode._cache_size()
-    for length in (1, 5, 9):
-        list(generate(model, [1] * length, max_tokens=6, temperature=0.5, seed=length))
-    assert (_prefill._cache_size(), _decode._cache_size()) == sizes
+
+# ------------------------------------------------------------------------------------------------------- batches
+
+PROMPTS = [[3], [1, 2, 3, 4, 5], [7] * 11, [22, 0, 5]]
+
+
+def ids(texts):
+    return [list(text.ids) for text in texts]
+
+
+@pytest.mark.parametrize("policy", ["f32", "bf16"])
+def test_a_batch_is_its_texts_alone(build, policy):
+    model = build(policy, max_len=32, num_layers=1)
+    runner = Runner(model)
+    mixed = [Sampling(), Sampling(temperature=0.0), Sampling(top_p=0.8, top_k=9), Sampling(repetition_penalty=1.3)]
+    budgets, seeds = [9, 4, 12, 1], [3, 0, 7, 2**32 - 1]
+    together = generate_batch(runner, PROMPTS, max_tokens=budgets, sampling=mixed, seed=seeds)
+    assert [len(text.ids) for text in together] == budgets
+    for row, text in enumerate(together):
+        given = dict(vars(mixed[row]))
+        alone = generate(runner, PROMPTS[row], max_tokens=budgets[row], seed=seeds[row], **given)
+        assert list(text.ids) == list(alone)
+        (single,) = generate_batch(
+            runner, [PROMPTS[row]], max_tokens=budgets[row], sampling=mixed[row], seed=seeds[row]
+        )
+        assert single == text
+    shuffled = generate_batch(runner, PROMPTS[::-1], max_tokens=budgets[::-1], sampling=mixed[::-1], seed=seeds[::-1])
+    assert shuffled == together[::-1]
+
+
+def test_a_batch_against_a_loop_without_a_cache(build, run):
+    model = build(max_len=64)
+    texts = generate_batch(model, PROMPTS, max_tokens=10, sampling=Sampling(temperature=0.0))
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        context = list(prompt)
+        for token in text.ids:
+            assert token == greedy(run, model, context)
+            context.append(token)
+        assert len(context) == len(prompt) + 10
+    assert {text.reason for text in texts} == {"length"}
+
+
+def test_penalties_against_a_loop_without_a_cache(build, run):
+    model = build(max_len=64)
+    penalties = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.3}
+    settings = Sampling(temperature=0.0, **penalties)
+    for prompt, text in zip(PROMPTS, generate_batch(model, PROMPTS, max_tokens=12, sampling=settings), strict=True):
+        context = list(prompt)
+        for token in text.ids:
+            row = np.zeros((1, 64), np.int32)
+            row[0, : len(context)] = context
+            logits = np.asarray(run(model, row)[0, len(context) - 1], np.float64)
+            counts = np.bincount(context[len(prompt) :], minlength=VOCAB)
+            seen = np.isin(np.arange(VOCAB), context)
+            logits = np.where(seen, np.where(logits > 0, logits / 1.7, logits * 1.7), logits)
+            logits = logits - 0.6 * (counts > 0) - 0.3 * counts
+            assert token == logits.argmax()
+            context.append(token)
+
+
+def test_rows_beyond_the_window_see_what_they_see_alone(model):
+    """One row is full while others are not, twice."""
+    prompts = [list(range(12)), [1], [2, 3, 4] * 9]
+    best = Sampling(temperature=0.0)
+    together = generate_batch(model, prompts, max_tokens=[30, 14, 3], sampling=best)
+    for prompt, text in zip(prompts, together, strict=True):
+        assert list(text.ids) == list(generate(model, prompt, max_tokens=len(text.ids), temperature=0))
+
+
+def test_seeds(model):
+    same = generate_batch(model, [[1, 2]] * 3, max_tokens=8)
+    assert same[0] == same[1] == same[2]
+    others = generate_batch(model, [[1, 2]] * 3, max_tokens=8, seed=[0, 1, 2])
+    assert len({text.ids for text in others}) == 3
+    assert others[0] == same[0]
+
+
+def test_stops_of_a_batch(model):
+    def decode(tokens):
+        return "".join(chr(97 + token) for token in tokens)
+
+    plain = ids(generate_batch(model, PROMPTS, max_tokens=12, seed=[1, 2, 3, 4]))
+    stop = plain[1][4]
+    stopped = generate_batch(model, PROMPTS, max_tokens=12, seed=[1, 2, 3, 4], stop_ids=[stop])
+    for text, whole in zip(stopped, plain, strict=True):
+        end = whole.index(stop) if stop in whole else 12
+        assert list(text.ids) == whole[:end]
+        assert text.reason == ("stop_id" if stop in whole else "length")
+        assert text.text is None
+    string = decode(plain[2][3:5])
+    stopped = generate_batch(
+        model, PROMPTS, max_tokens=12, seed=[1, 2, 3, 4], decode=decode, stop_strings=[string, "no such"]
+    )
+    for text, whole in zip(stopped, plain, strict=True):
+        assert text.text == decode(whole).split(string)[0]
+        assert text.reason == ("stop_string" if string in decode(whole) else "length")
+        assert list(text.ids) == whole[: len(text.text) + (2 if text.reason == "stop_string" else 0)]
+
+
+def test_nothing_to_do(model):
+    assert generate_batch(model, [], max_tokens=3) == []
+    none, some = generate_batch(model, [[1], [2]], max_tokens=[0, 2], decode=str)
+    assert (none.ids, none.text, none.reason) == ((), "", "length")
+    assert len(some.ids) == 2
+    assert ids(generate_batch(model, [[], [4]], max_tokens=2, bos_id=3)) == ids(
+        generate_batch(model, [[3], [4]], max_tokens=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        ({"prompts": "ab"}, ["prompts: expected a sequence of sequences of token ids, got text"]),
+        ({"prompts": [1, 2]}, ["prompts[0]: expected token ids", "prompts[1]: expected token ids"]),
+        ({"prompts": [[1], []]}, ["prompts[1] is empty: give at least one token, or bos_id"]),
+        ({"max_tokens": [1, 2, 3]}, ["max_tokens: expected one value, or one for each of 2 prompts, got 3"]),
+        ({"max_tokens": [1, -2], "seed": 2**40}, ["max_tokens[1]: expected integer >= 0", "seed: expected integer"]),
+        ({"sampling": [{}, {}]}, ["sampling: expected Sampling(...), got dict"]),
+        ({"stop_strings": ["a"]}, ["stop_strings: need decode"]),
+        ({"stop_strings": [""], "decode": str}, ["stop_strings: expected texts of a character or more, got ['']"]),
+        ({"stop_ids": "a"}, ["stop_ids: expected token ids"]),
+    ],
+)
+def test_wrong_arguments_of_a_batch(model, arguments, messages):
+    with pytest.raises(UserError) as caught:
+        generate_batch(model, **{"prompts": [[1], [2]], "max_tokens": 1, **arguments})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(messages)
+    assert all(line.startswith(message) for line, message in zip(lines, messages, strict=True))
+
+
+def test_few_shapes_are_compiled(build):
+    """Once per power of two of rows, of prompt length and of whole length; settings do not count."""
+    runner = Runner(build(num_layers=1, max_len=256))
+    prefill, decode = runner._prefill, runner._decode
+    for rows, length, budget in ((3, 40, 10), (4, 60, 4), (3, 33, 20)):
+        generate_batch(runner, [[1] * length] * rows, max_tokens=budget, sampling=Sampling(top_k=rows))
+        list(generate(runner, [1] * length, max_tokens=budget, top_k=2))
+    assert (prefill._cache_size(), decode._cache_size()) == (2, 2)
+    generate_batch(build(num_layers=1, max_len=256, seed=1), [[1] * 50] * 4, max_tokens=3)  # other parameters
+    assert (prefill._cache_size(), decode._cache_size()) == (2, 2)
+    generate_batch(runner, [[1] * 65] * 4, max_tokens=3)
+    assert (prefill._cache_size(), decode._cache_size()) == (3, 3)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_lone_row_of_bfloat16_is_padded_where_that_is_faster(build, monkeypatch, faster):
+    assert isinstance(decoding._two_rows_are_faster(jnp.bfloat16), bool)
+    monkeypatch.setattr(decoding, "_two_rows_are_faster", lambda dtype: faster)
+    model = build("bf16", num_layers=1, max_len=32, tied=False)
+    runner = Runner(model)
+    assert runner.rows(1) == 1 + faster
+    (text,) = generate_batch(runner, [[1, 2, 3]], max_tokens=4, seed=5)
+    assert list(text.ids) == list(generate(model, [1, 2, 3], max_tokens=4, seed=5))
+    # And kernels lie as products of few rows of 16 bits want them: that of k is [24, 12].
+    shapes = [[leaf.shape for leaf in each._leaves] for each in (runner, Runner(build(num_layers=1)))]
+    assert [((12, 24) in each, (24, 12) in each) for each in shapes] == [(True, False), (False, True)]
+    assert Runner(build(num_layers=1)).rows(1) == 1
+    assert [Runner(build()).rows(wanted) for wanted in (2, 3, 8, 9)] == [2, 4, 8, 16]
+
+
+def test_a_runner_keeps_its_parameters(build):
+    model = build(max_len=64)
+    runner = Runner(model)
+    before = list(generate(runner, [1, 2], max_tokens=5, temperature=0))
+    model.embed.embedding.set_value(-model.embed.embedding[...])
+    assert list(generate(runner, [1, 2], max_tokens=5, temperature=0)) == before
+    assert list(generate(model, [1, 2], max_tokens=5, temperature=0)) != before
+
+
+@pytest.mark.parametrize("scan", ["on", "off"])
+def test_a_runner_holds_each_parameter_once(build, scan):
+    model = build(scan=scan, tied=False, max_len=32)
+    runner = Runner(model)
+    assert sum(leaf.size for leaf in runner._leaves) == sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert list(generate(runner, [1, 2], max_tokens=3)) == list(generate(build(tied=False), [1, 2], max_tokens=3))
+
+
+def test_a_runner_casts_once_what_is_multiplied(build, run):
+    """A step that casted would read the wide parameters for each token; norms stay as they are."""
+    model = build("bf16", num_layers=1, max_len=32)
+    runner = Runner(model)
+    by_rank = [{str(leaf.dtype) for leaf in runner._leaves if (leaf.ndim > 1) == matrix} for matrix in (True, False)]
+    assert by_rank == [{"bfloat16"}, {"float32"}]
+    logits, _ = runner.prefill(np.array([[1, 2, 3, 0]]), np.array([3]), capacity=4)
+    np.testing.assert_allclose(logits[0], run(model, np.array([[1, 2, 3]]))[0, 2], atol=0.02 * np.abs(logits).max())
+
+
+def test_experts_and_a_recurrence_generate_what_they_compute(build, run):
+    arch = Arch(
+        delta=Delta(num_k_heads=2, num_v_heads=2, k_dim=4, v_dim=4),
+        layers=("delta", "attn"),
+        moe=MoE(num_experts=4, experts_per_token=2, expert_dim=8),
+        sparse=(False, True),
+    )
+    model = build(arch=arch, max_len=32)
+    prompts, best = [[3, 1], [5, 6, 7, 8]], Sampling(temperature=0.0)
+    for prompt, text in zip(prompts, generate_batch(model, prompts, max_tokens=[6, 3], sampling=best), strict=True):
+        context = list(prompt)
+        for token in text.ids:
+            row = np.zeros((1, 16), np.int32)
+            row[0, : len(context)] = context
+            real = (np.arange(16) < len(context)).astype(np.int32)[None]
+            assert token == int(jnp.argmax(run(model, row, segment_ids=real)[0, len(context) - 1]))
+            context.append(token)

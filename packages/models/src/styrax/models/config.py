@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from styrax.core import Policy
-from styrax.core.config import Fraction, Positive, PositiveFloat, check
+from styrax.core.config import Fraction, NonNegativeFloat, Positive, PositiveFloat, check
 from styrax.models import layout
 from styrax.models.arch import Arch, Attn
 from styrax.models.rope_config import Rope
@@ -36,6 +36,7 @@ class Scales:
         hidden_init_mult: Factor of it for the kernels of the blocks.
         residual_init_mult: One more for those two kernels of a block that write to the residual stream; none means
             `(2 * num_layers) ** -0.5`.
+        z_loss: Of the term of the loss that keeps the normaliser of the logits near 1; 0 leaves it out.
 
     Raises:
         ValueError: A factor is not above 0; all are listed.
@@ -52,6 +53,7 @@ class Scales:
     init_std: PositiveFloat = 0.02
     hidden_init_mult: PositiveFloat = 1.0
     residual_init_mult: PositiveFloat | None = None
+    z_loss: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         check(self)

@@ -86,7 +86,7 @@ def cost_of(config: DecoderConfig, *, vocab_size: int, policy: Policy | None = N
     Example:
         >>> from styrax.models import DecoderConfig
         >>> cost_of(DecoderConfig(num_layers=2, embed_dim=64, num_heads=2), vocab_size=100).parameters
-        137920
+        113216
     """
     policy = policy or Policy()
     shapes = tree.flatten(abstract(config, vocab_size=vocab_size, policy=policy))

@@ -18,11 +18,12 @@ from styrax.models.generate import generate
 from styrax.models.layers.attention import Reach, Scope
 from styrax.models.layers.dropout import dropout
 from styrax.models.layers.embed import Embed
-from styrax.models.layers.fence import on_cpu, rows
+from styrax.models.layers.fence import fence, on_cpu, rows
 from styrax.models.layers.linear import Linear
 from styrax.models.layers.mask import Mask, document_mask, document_positions
 from styrax.models.layers.norm import Norm
 from styrax.models.layers.rope import rotation
+from styrax.models.losses import LossTerm, next_token, routers
 from styrax.models.stack import in_order, run_scanned, run_unrolled, stack
 
 if TYPE_CHECKING:
@@ -220,10 +221,47 @@ class Decoder(nnx.Module):
             The product in the compute dtype, cast to the policy's output dtype, and there multiplied by the
             config's `scales.logit_mult` and limited to its `arch.softcap`.
         """
-        flat = rows(x)
-        out = self.embed.attend(flat) if self.config.tied else self.head(flat)
+        return self._head(self._head_params(), x)
+
+    def losses(
+        self,
+        tokens: Int[Array, "batch seq"],
+        targets: Int[Array, "batch seq"],
+        mask: Float[Array, "batch seq"],
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> dict[str, LossTerm]:
+        """Compute every part of the training objective as a sum and what it is divided by; see `losses.next_token`.
+
+        Of large vocabularies, logits are made piece by piece, and never all kept.
+
+        Args:
+            tokens: And `positions`, `segment_ids`, `rngs`: as for the model itself.
+            targets: The token after each.
+            mask: What counts.
+
+        Returns:
+            `loss`, the cross-entropy in nats; `z_loss` if `scales.z_loss` asks for it; and of experts what
+            `styrax.models.losses.routers` lists.
+        """
+        found = self.hidden(self.blocks(), tokens, positions=positions, segment_ids=segment_ids, rngs=rngs)
+        scales, moe = self.config.scales, self.config.arch.moe
+        size = {"vocab_size": self.vocab_size, "z_loss": scales.z_loss}
+        terms = next_token(self._head, self._head_params(), found.x, targets, mask, **size)
+        return terms if moe is None or not found.reports else terms | routers(found.reports, moe)
+
+    def _head_params(self) -> dict[str, Array]:
+        """Give what turns the last activations into logits, apart from the model, for a piece-by-piece loss."""
+        params = {"kernel": self.embed.embedding[...] if self.config.tied else self.head.kernel[...]}
+        return params | ({"bias": self.head_bias[...]} if self.config.arch.head_bias else {})
+
+    def _head(self, params: dict[str, Array], x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        flat, kernel = rows(x), params["kernel"].astype(self.policy.compute_dtype)
+        out = flat @ kernel.T if self.config.tied else fence(flat @ kernel)
         if self.config.arch.head_bias:
-            out = out + self.head_bias[...].astype(out.dtype)
+            out = out + params["bias"].astype(out.dtype)
         out = out.reshape(*x.shape[:-1], self.vocab_size).astype(self.policy.output_dtype)
         out = times(self.config.scales.logit_mult, out)
         cap = self.config.arch.softcap
@@ -264,6 +302,7 @@ class Decoder(nnx.Module):
         seed: int = 0,
         stop_ids: Sequence[int] = (),
         bos_id: int | None = None,
+        **sampling: Any,
     ) -> Iterator[int]:
         """Continue a prompt; see `styrax.models.generate`."""
         return generate(
@@ -275,6 +314,7 @@ class Decoder(nnx.Module):
             seed=seed,
             stop_ids=stop_ids,
             bos_id=bos_id,
+            **sampling,
         )
 
     def _scans(self) -> bool:

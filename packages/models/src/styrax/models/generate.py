@@ -1,31 +1,24 @@
-"""Text from a model, one token at a time."""
+"""Text from a model: one token of one text at a time, or a batch of texts at once."""
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from styrax.core import UserError
 from styrax.core.config import NonNegative, NonNegativeFloat, Positive, Seed, mistakes
+from styrax.models.decoding import Batch, Runner
+from styrax.models.sampling import Sampling
+from styrax.models.text import TextStream
 
 if TYPE_CHECKING:
-    from jax import Array
-    from jaxtyping import Float, Int
-
-    from styrax.models.cache import KVCache
     from styrax.models.decoder import Decoder
-
-_SMALLEST_BUCKET = 32
 
 
 def generate(
-    model: Decoder,
+    model: Decoder | Runner,
     prompt_ids: Sequence[int],
     *,
     max_tokens: int,
@@ -34,6 +27,7 @@ def generate(
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     bos_id: int | None = None,
+    **sampling: Any,
 ) -> Iterator[int]:
     r"""Continue a prompt, giving each token as soon as it is decoded.
 
@@ -46,7 +40,7 @@ def generate(
     Compiles once per power of two of prompt length and of whole length, not per length.
 
     Args:
-        model: The decoder.
+        model: The decoder, or a `Runner` of it, which spares the preparation of each call.
         prompt_ids: What to continue.
         max_tokens: Stop after so many; 0 gives none.
         temperature: $\tau$; 0 takes the most likely token.
@@ -54,6 +48,7 @@ def generate(
         seed: Chooses the text among those possible; in [0, 2**32).
         stop_ids: Tokens that end the text; they are not given.
         bos_id: Stands for an empty prompt.
+        sampling: Other fields of `Sampling`, such as `top_p`.
 
     Returns:
         An iterator of token ids.
@@ -69,26 +64,177 @@ def generate(
         >>> len(list(generate(model, [1, 2], max_tokens=3)))
         3
     """
-    prompt, problems = _ids("prompt_ids", prompt_ids)
+    prompt, problems = _prompt("prompt_ids", prompt_ids, bos_id, model.vocab_size)
     stop, more = _ids("stop_ids", stop_ids)
-    if not prompt and not problems:
-        prompt = [] if bos_id is None else [bos_id]
-        problems += [] if prompt else ["the prompt is empty: give at least one token, or bos_id"]
-    problems += [*_outside(prompt, model.vocab_size), *more]
-    limits: dict[str, Any] = {
+    limits = {
         "max_tokens": (NonNegative, max_tokens),
         "temperature": (NonNegativeFloat, temperature),
         "seed": (Seed, seed),
     }
-    problems += mistakes(limits if top_k is None else {**limits, "top_k": (Positive, top_k)})
+    problems += [*more, *mistakes(limits if top_k is None else {**limits, "top_k": (Positive, top_k)})]
+    settings, more = _settings({"temperature": temperature, "top_k": top_k, **sampling})
+    problems += [line for line in more if line.split(":")[0] not in ("temperature", "top_k")]
+    if problems or settings is None:
+        raise UserError("\n".join(problems or more))
+    return _tokens(model, prompt, max_tokens, settings, seed, set(stop))
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One text.
+
+    Attributes:
+        ids: Its tokens, without the prompt and without a stop id; with the tokens of a stop string.
+        text: What they say, up to a stop string; `None` if there was no `decode`.
+        reason: What ended it: "length", "stop_id" or "stop_string".
+    """
+
+    ids: tuple[int, ...]
+    text: str | None
+    reason: Literal["length", "stop_id", "stop_string"]
+
+
+def generate_batch(
+    model: Decoder | Runner,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | Sequence[int],
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    seed: int | Sequence[int] = 0,
+    stop_ids: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    decode: Callable[[list[int]], str] | None = None,
+    bos_id: int | None = None,
+) -> list[Completion]:
+    """Continue several prompts at once, each as `generate` would alone.
+
+    What comes of a prompt does not depend on the others, but for rounding. Equal prompts with equal seeds give equal
+    texts: for several texts of one prompt give several seeds.
+
+    Args:
+        model: The decoder, or a `Runner` of it.
+        prompts: What to continue; lengths may differ.
+        max_tokens: End a text after so many; of all, or of each.
+        sampling: How tokens are drawn; for all, or for each; `None` means `Sampling()`.
+        seed: In [0, 2**32); of all, or of each.
+        stop_ids: Tokens that end a text.
+        stop_strings: Texts that end a text before them, wherever they begin within a token; they need `decode`.
+        decode: Token ids -> text, such as a tokenizer's `decode`.
+        bos_id: Stands for an empty prompt.
+
+    Returns:
+        One text for each prompt, in order.
+
+    Raises:
+        UserError: An argument is out of range; all problems are listed.
+
+    Example:
+        >>> from flax import nnx
+        >>> from styrax.models import DecoderConfig
+        >>> model = DecoderConfig(num_layers=1, embed_dim=16, num_heads=2).build(vocab_size=5, rngs=nnx.Rngs(0))
+        >>> [len(text.ids) for text in generate_batch(model, [[1, 2], [3]], max_tokens=[3, 4])]
+        [3, 4]
+    """
+    if isinstance(prompts, (str, bytes)):
+        raise UserError("prompts: expected a sequence of sequences of token ids, got text; encode it first")
+    rows, problems = [], []
+    for number, prompt in enumerate(prompts):
+        row, more = _prompt(f"prompts[{number}]", prompt, bos_id, model.vocab_size)
+        rows.append(row)
+        problems += more
+    budgets = _each("max_tokens", max_tokens, NonNegative, len(rows), problems)
+    seeds = _each("seed", seed, Seed, len(rows), problems)
+    settings = _each("sampling", Sampling() if sampling is None else sampling, Sampling, len(rows), problems)
+    stop, more = _ids("stop_ids", stop_ids)
+    problems += more
+    strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+    if not all(isinstance(each, str) and each for each in strings):
+        problems.append(f"stop_strings: expected texts of a character or more, got {list(strings)}")
+    if strings and decode is None:
+        problems.append("stop_strings: need decode, to see what the tokens say; give the tokenizer's")
     if problems:
         raise UserError("\n".join(problems))
-    sample = functools.partial(
-        _sample,
-        temperature=float(temperature),
-        top_k=None if top_k is None or top_k >= model.vocab_size else top_k,
-    )
-    return _tokens(model, prompt, max_tokens, sample, jax.random.key(seed, impl="threefry2x32"), set(stop))
+    if not rows:
+        return []
+    texts = [_Text(row, budget, set(stop), strings, decode) for row, budget in zip(rows, budgets, strict=True)]
+    batch = Batch(_runner(model), rows, budgets, settings, seeds)
+    while batch.live.any():
+        for number, token in enumerate(batch.step()):
+            if batch.live[number]:
+                batch.live[number] = texts[number].add(token)
+    return [text.done() for text in texts]
+
+
+class _Text:
+    """A row of a batch, as its tokens come."""
+
+    def __init__(
+        self,
+        prompt: list[int],
+        budget: int,
+        stop_ids: set[int],
+        stop_strings: Sequence[str],
+        decode: Callable[[list[int]], str] | None,
+    ) -> None:
+        self.ids: list[int] = []
+        self.pieces: list[str] = []
+        self.reason: Literal["length", "stop_id", "stop_string"] = "length"
+        self.budget, self.stop_ids = budget, stop_ids
+        self.stream = None if decode is None else TextStream(decode, before=prompt, stop=stop_strings)
+
+    def add(self, token: int) -> bool:
+        """Take a token, and say whether the text goes on."""
+        if token in self.stop_ids:
+            self.reason = "stop_id"
+            return False
+        self.ids.append(token)
+        if self.stream is not None:
+            self.pieces.append(self.stream.push(token))
+            if self.stream.stopped is not None:
+                self.reason = "stop_string"
+                return False
+        return len(self.ids) < self.budget
+
+    def done(self) -> Completion:
+        """Give the whole."""
+        if self.stream is not None:
+            self.pieces.append(self.stream.finish())
+            if self.stream.stopped is not None:
+                self.reason = "stop_string"
+        return Completion(tuple(self.ids), None if self.stream is None else "".join(self.pieces), self.reason)
+
+
+def _tokens(
+    model: Decoder | Runner, prompt: list[int], max_tokens: int, sampling: Sampling, seed: int, stop_ids: set[int]
+) -> Iterator[int]:
+    if not max_tokens:
+        return
+    batch = Batch(_runner(model), [prompt], [max_tokens], [sampling], [seed])
+    for _ in range(max_tokens):
+        (token,) = batch.step()
+        if token in stop_ids:
+            return
+        yield token
+
+
+def _runner(model: Decoder | Runner) -> Runner:
+    return model if isinstance(model, Runner) else Runner(model)
+
+
+def _prompt(name: str, given: Any, bos_id: int | None, vocab_size: int) -> tuple[list[int], list[str]]:
+    prompt, problems = _ids(name, given)
+    if problems:
+        return prompt, problems
+    if not prompt:
+        if bos_id is None:
+            which = "the prompt" if name == "prompt_ids" else name
+            return prompt, [f"{which} is empty: give at least one token, or bos_id"]
+        prompt = [bos_id]
+    outside = sorted({token for token in prompt if not 0 <= token < vocab_size})
+    if not outside:
+        return prompt, []
+    shown = ", ".join(map(str, outside[:5])) + (", ..." if len(outside) > 5 else "")
+    return prompt, [f"{name}: expected ids in [0, {vocab_size}), got {shown}; is it another tokenizer's?"]
 
 
 def _ids(name: str, given: Any) -> tuple[list[int], list[str]]:
@@ -101,74 +247,23 @@ def _ids(name: str, given: Any) -> tuple[list[int], list[str]]:
         return [], [f"{expected}, got {type(given).__name__} ({error})"]
 
 
-def _outside(prompt: list[int], vocab_size: int) -> list[str]:
-    outside = sorted({token for token in prompt if not 0 <= token < vocab_size})
-    if not outside:
-        return []
-    shown = ", ".join(map(str, outside[:5])) + (", ..." if len(outside) > 5 else "")
-    return [f"prompt_ids: expected ids in [0, {vocab_size}), got {shown}; is it another tokenizer's?"]
+def _settings(fields: dict[str, Any]) -> tuple[Sampling | None, list[str]]:
+    try:
+        return Sampling(**fields), []
+    except (ValueError, TypeError) as error:
+        return None, str(error).splitlines()
 
 
-def _tokens(
-    model: Decoder, prompt: list[int], max_tokens: int, sample: Any, key: Array, stop_ids: set[int]
-) -> Iterator[int]:
-    window = model.config.max_len
-    context = prompt[-window:]
-    capacity = _bucket(len(context) + max_tokens, window)
-    blocks = model.blocks()  # cut once: inside of a step it would copy all parameters for one token
-    cache = None
-    for position in range(len(prompt), len(prompt) + max_tokens):
-        if cache is None:
-            logits, cache = _prefill(model, blocks, _padded(context, capacity), len(context), capacity=capacity)
-        else:
-            logits, cache = _decode(model, blocks, np.asarray([context[-1:]], np.int32), cache)
-        token = int(sample(logits, jax.random.fold_in(key, position)))
-        if token in stop_ids:
-            return
-        yield token
-        context.append(token)
-        if len(context) > capacity:
-            context, cache = context[-max(1, capacity // 2) :], None
-
-
-def _bucket(length: int, limit: int) -> int:
-    return min(limit, max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()))
-
-
-def _padded(context: list[int], capacity: int) -> Int[np.ndarray, "1 bucket"]:
-    tokens = np.zeros((1, _bucket(len(context), capacity)), np.int32)
-    tokens[0, : len(context)] = context
-    return tokens
-
-
-@functools.partial(jax.jit, static_argnames="capacity")
-def _prefill(
-    model: Decoder, blocks: Any, tokens: Int[Array, "1 bucket"], length: Int[Array, ""], *, capacity: int
-) -> tuple[Float[Array, " vocab"], KVCache]:
-    real = (jnp.arange(tokens.shape[1]) < length)[None].astype("int32")
-    x, cache, _ = model.hidden(blocks, tokens, segment_ids=real, cache=model.init_cache(1, capacity))
-    assert cache is not None
-    last = jax.lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
-    return model.logits(last)[0, 0], cache
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
-def _decode(
-    model: Decoder, blocks: Any, token: Int[Array, "1 1"], cache: KVCache
-) -> tuple[Float[Array, " vocab"], KVCache]:
-    x, new, _ = model.hidden(blocks, token, cache=cache)
-    assert new is not None
-    return model.logits(x)[0, 0], new
-
-
-@functools.partial(jax.jit, static_argnames="top_k")
-def _sample(
-    logits: Float[Array, " vocab"], key: Array, *, temperature: Float[Array, ""] | float, top_k: int | None
-) -> Int[Array, ""]:
-    logits = logits.astype("float32")
-    greedy = jnp.argmax(logits)
-    tokens = jnp.arange(logits.shape[0])
-    if top_k is not None:
-        logits, tokens = jax.lax.top_k(logits, top_k)
-    scaled = (logits - logits.max()) / jnp.where(temperature > 0, temperature, 1.0)
-    return jnp.where(temperature > 0, tokens[jax.random.categorical(key, scaled)], greedy)
+def _each(name: str, given: Any, kind: Any, count: int, problems: list[str]) -> list[Any]:
+    """Give one value for each row, and note what is wrong with them."""
+    single = isinstance(given, str) or not hasattr(given, "__len__")
+    values = [given] * count if single else list(given)
+    if len(values) != count:
+        problems.append(f"{name}: expected one value, or one for each of {count} prompts, got {len(values)}")
+    elif kind is Sampling:
+        wrong = [value for value in values if not isinstance(value, Sampling)]
+        problems += [f"{name}: expected Sampling(...), got {type(wrong[0]).__name__}"] if wrong else []
+    else:
+        named = {name: values[0]} if single and values else {f"{name}[{row}]": each for row, each in enumerate(values)}
+        problems += mistakes({key: (kind, value) for key, value in named.items()})
+    return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from styrax.core.config import Positive, PositiveFloat, check
+from styrax.core.config import NonNegativeFloat, Positive, PositiveFloat, check
 from styrax.models.sharding import LogicalAxes
 
 
@@ -133,6 +133,8 @@ class MoE:
             same number of places, and a choice that finds none left adds nothing; "dense" computes all experts for
             all tokens, which costs `num_experts / experts_per_token` times as much and suits tiny models.
         capacity_factor: With "capacity", places in relation to an even load.
+        balance_coef: Of the term of the loss that keeps experts evenly used.
+        z_coef: Of the term that keeps the router's logits small.
 
     Raises:
         ValueError: Values do not fit together; all problems are listed.
@@ -156,6 +158,8 @@ class MoE:
     shared: Shared | None = None
     dispatch: Literal["dropless", "capacity", "dense"] = "dropless"
     capacity_factor: PositiveFloat = 1.25
+    balance_coef: NonNegativeFloat = 0.01
+    z_coef: NonNegativeFloat = 0.001
 
     def __post_init__(self) -> None:
         check(self)

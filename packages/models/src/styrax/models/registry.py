@@ -8,9 +8,11 @@ from typing import Any
 from styrax.core import UserError
 from styrax.core.errors import nearest
 from styrax.models.config import DecoderConfig
+from styrax.models.families.bert import BERT
 from styrax.models.families.cohere import COHERE2
 from styrax.models.families.common import Family
 from styrax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from styrax.models.families.encoders import EncoderFamily, TowersFamily
 from styrax.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from styrax.models.families.gpt2 import GPT2
 from styrax.models.families.gpt_oss import GPT_OSS
@@ -21,7 +23,9 @@ from styrax.models.families.mistral import MISTRAL, MIXTRAL
 from styrax.models.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
 from styrax.models.families.phi import PHI, PHI3
 from styrax.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
+from styrax.models.families.siglip import SIGLIP, SIGLIP_TEXT, SIGLIP_VISION
 from styrax.models.families.smollm import SMOLLM3
+from styrax.models.families.vit import VIT
 
 _ALL = (
     *(
@@ -42,6 +46,11 @@ _ALL = (
     *(OLMO, OLMO2, OLMO3, OLMOE, PHI, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, SMOLLM3),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
+ENCODERS: Mapping[str, EncoderFamily] = {
+    family.model_type: family for family in (BERT, SIGLIP_TEXT, SIGLIP_VISION, VIT)
+}
+#: Models of two encoders.
+TOWERS: Mapping[str, TowersFamily] = {SIGLIP.model_type: SIGLIP}
 #: Other names for the same, as far as the decoder goes.
 ALIASES = {"kimi_k2": "deepseek_v3", "gemma3": "gemma3_text", "llama4": "llama4_text"}
 

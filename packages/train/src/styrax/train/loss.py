@@ -46,13 +46,15 @@ def next_token_loss(model: nnx.Module, batch: Mapping[str, Array], rngs: nnx.Rng
     .. math:: S = -\sum_{b,t} m_{bt} \log \mathrm{softmax}(z_{bt})_{y_{bt}}, \qquad W = \sum_{b,t} m_{bt}
 
     Args:
-        model: A decoder: ``model(tokens, positions=, segment_ids=, rngs=) -> logits[B, T, V]``.
+        model: A decoder: ``model(tokens, positions=, segment_ids=, rngs=) -> logits[B, T, V]``. One that has
+            ``losses(tokens, targets, mask, positions=, segment_ids=, rngs=)`` says itself what it is trained by:
+            name -> (total, weight, coef), so that the losses of experts and others are not lost.
         batch: ``tokens`` and ``targets`` int32 ``[B, T]``, ``loss_mask`` ``[B, T]`` in {0, 1}, and where
             documents are packed ``segment_ids`` and ``positions`` int32 ``[B, T]``.
         rngs: Streams for dropout; None turns it off.
 
     Returns:
-        ``{"loss": Term(S, W)}`` in nats.
+        ``{"loss": Term(S, W)}`` in nats, and what else the model is trained by.
 
     Raises:
         UserError: The batch lacks some of what the loss reads.
@@ -63,8 +65,11 @@ def next_token_loss(model: nnx.Module, batch: Mapping[str, Array], rngs: nnx.Rng
             f"next_token_loss needs batches with tokens, targets and loss_mask; this one lacks {', '.join(lacking)} "
             f"and has {', '.join(map(str, batch)) or 'nothing'}. Add them, or pass your own loss to fit or make_step"
         )
-    logits = model(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"), rngs=rngs)
+    named = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids"), "rngs": rngs}
     mask = batch["loss_mask"].astype(jnp.float32)
+    if (losses := getattr(model, "losses", None)) is not None:
+        return {name: Term(*term) for name, term in losses(batch["tokens"], batch["targets"], mask, **named).items()}
+    logits = model(batch["tokens"], **named)
     nll = cross_entropy(logits, batch["targets"])
     return {"loss": Term(jnp.sum(nll * mask), jnp.sum(mask))}
 

@@ -16,7 +16,7 @@ from styrax.core import DEFAULT_RULES, Policy, UserError, tree
 from styrax.core.mesh import shardings
 from styrax.models.hf.plan import Source, fit
 from styrax.models.hf.tensors import Tensors, open_tensors
-from styrax.models.registry import family_of, read_table
+from styrax.models.registry import ENCODERS, TOWERS, family_of, read_table
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -60,6 +60,8 @@ def from_pretrained(
     """
     folder = Path(folder)
     table = read_json(folder / "config.json")
+    if (name := table.get("model_type")) in {**ENCODERS, **TOWERS}:
+        raise UserError(f"{folder} is of an encoder ({name}); load it with encoder_from_pretrained")
     config = read_table(table)
     if changes:
         try:
@@ -68,7 +70,7 @@ def from_pretrained(
             raise UserError(f"from_pretrained: {error}") from error
     family, inner = family_of(table)
     with open_tensors(folder) as tensors:
-        own = _common_dtype(tensors)
+        own = common_dtype(tensors)
         param = Policy(param=dtype).param if dtype is not None else own
         policy = Policy(param=param, compute=compute or param)
         vocab_size = inner["vocab_size"]
@@ -82,8 +84,8 @@ def from_pretrained(
             places = tree.flatten(shardings(empty, config.logical_axes(), rules, mesh))
         made = {}
         for path, leaf in wanted.items():
-            kept = leaf.dtype if dtype is not None else _kept_dtype(tensors, sources[path])
-            made[path] = _place(
+            kept = leaf.dtype if dtype is not None else kept_dtype(tensors, sources[path])
+            made[path] = place(
                 tensors, sources[path], leaf.shape, kept, places.get(path), stacked=path.startswith("layers/")
             )
     return tree.unflatten(empty, made)
@@ -109,7 +111,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _common_dtype(tensors: Tensors) -> str:
+def common_dtype(tensors: Tensors) -> str:
+    """Name the dtype of most of the weights.
+
+    Args:
+        tensors: Of the folder.
+
+    Raises:
+        UserError: It is none that a model computes in.
+    """
     counted: Counter[str] = Counter()
     for tensor in tensors.values():
         counted[tensor.dtype.name] += tensor.nbytes
@@ -119,21 +129,33 @@ def _common_dtype(tensors: Tensors) -> str:
     return "float32" if name == "float64" else name
 
 
-def _kept_dtype(tensors: Tensors, sources: list[Source]) -> np.dtype:
+def kept_dtype(tensors: Tensors, sources: list[Source]) -> np.dtype:
+    """Give the dtype that holds all sources of a parameter.
+
+    Args:
+        tensors: Of the folder.
+        sources: Of the parameter.
+    """
     dtypes = {tensors[each.rename.get(name, name)].dtype for each in sources for name in each.rule.names()}
-    # jax would cast float64 to float32 by itself.
-    return (
-        np.dtype("float32")
-        if np.dtype("float64") in dtypes
-        else np.result_type(*dtypes)
-        if len(dtypes) > 1
-        else dtypes.pop()
-    )
+    if np.dtype("float64") in dtypes:
+        return np.dtype("float32")  # to which jax would cast it by itself
+    return np.result_type(*dtypes) if len(dtypes) > 1 else dtypes.pop()
 
 
-def _place(
+def place(
     tensors: Tensors, sources: list[Source], shape: tuple[int, ...], dtype: Any, sharding: Any, *, stacked: bool
 ) -> Any:
+    """Copy a parameter from the files into its shards.
+
+    Args:
+        tensors: Of the folder.
+        sources: One for each layer of its stack, or one.
+        shape: Of the parameter.
+        dtype: To cast to.
+        sharding: Where it goes; `None` is the default device.
+        stacked: Whether its first axis is the layers.
+    """
+
     def part(index: tuple[slice, ...] | None) -> Shaped[np.ndarray, "..."]:
         index = tuple(slice(None) for _ in shape) if index is None else index
         sizes = [len(range(*each.indices(size))) for each, size in zip(index, shape, strict=True)]

@@ -17,6 +17,7 @@ from styrax.models.hf.plan import layer_paths, placed
 from styrax.models.hf.rules import Rule
 from styrax.models.hf.tensors import open_tensors
 from styrax.models.hf.writing import write_tensors
+from styrax.models.moe_config import MoE
 from styrax.models.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def save_pretrained(
             shapes = [tuple(parameters[path].shape)[0 if index is None else 1 :] for path, index in spots]
             made = [part(path) for path in rule.ours]
             for number, name in enumerate(rule.names()):
-                yield name, rule.shape(shapes), kept[spots[0][0]], _maker(rule, made, number)
+                yield name, rule.shape(shapes), kept[spots[0][0]], maker(rule, made, number)
 
     widest = max(kept.values(), key=lambda each: sum(parameters[path].nbytes for path in kept if kept[path] == each))
     table = {"dtype": widest.name, "torch_dtype": widest.name}
@@ -83,7 +84,7 @@ def save_pretrained(
     more = {"config.json": text.encode(), **(files or {})}
     write_tensors(folder, tensors(), shard_bytes=shard_bytes, files=more, overwrite=overwrite)
     if verify:
-        _verify(folder, tensors())
+        verify_folder(folder, tensors())
 
 
 def find_family(config: DecoderConfig, vocab_size: int, name: str | None = None) -> Family:
@@ -123,7 +124,7 @@ def _lost(family: Family, config: DecoderConfig, vocab_size: int) -> list[str]:
         again = family.read(family.to_hf(config, vocab_size=vocab_size))
     except Exception as error:  # a family may not even have the words for parts of other families
         return [f"all of it ({type(error).__name__}: {error})"]
-    return _differences(_plain(config), _plain(again))
+    return differences(_plain(config), _plain(again))
 
 
 def _plain(config: DecoderConfig) -> DecoderConfig:
@@ -133,7 +134,11 @@ def _plain(config: DecoderConfig) -> DecoderConfig:
         Scales(),
         **{name: getattr(config.scales, name) for name in ("embed_scale", "attn_scale", "residual_mult", "logit_mult")},
     )
-    latent = "latent" in config.arch.layers
+    latent, moe = "latent" in config.arch.layers, config.arch.moe
+    if moe is not None:
+        kept = MoE()
+        unsaid = {name: getattr(kept, name) for name in ("dispatch", "capacity_factor", "balance_coef", "z_coef")}
+        config = replace(config, arch=replace(config.arch, moe=replace(moe, **unsaid)))
     return replace(
         config,
         **{name: getattr(usual, name) for name in _NOT_SAID},
@@ -144,7 +149,14 @@ def _plain(config: DecoderConfig) -> DecoderConfig:
     )
 
 
-def _differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """List the fields in which two configs differ, as the first has them.
+
+    Args:
+        ours: A config, or a value in one.
+        theirs: Another.
+        path: Where they are.
+    """
     if type(ours) is not type(theirs) or not hasattr(ours, "__dataclass_fields__"):
         close = isinstance(ours, float) and isinstance(theirs, float) and abs(ours - theirs) <= 1e-6 * abs(ours)
         return [] if ours == theirs or close else [f"{path} = {ours!r}"]
@@ -152,15 +164,31 @@ def _differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
     return [
         text
         for name in names
-        for text in _differences(getattr(ours, name), getattr(theirs, name), f"{path}.{name}".lstrip("."))
+        for text in differences(getattr(ours, name), getattr(theirs, name), f"{path}.{name}".lstrip("."))
     ]
 
 
-def _maker(rule: Rule, parts: list[Callable[[], np.ndarray]], number: int) -> Callable[[], np.ndarray]:
+def maker(rule: Rule, parts: list[Callable[[], np.ndarray]], number: int) -> Callable[[], np.ndarray]:
+    """Make a tensor of theirs when it is asked for.
+
+    Args:
+        rule: Whose tensor.
+        parts: Give the parameters.
+        number: Of the expert.
+    """
     return lambda: rule.save([make() for make in parts], number)
 
 
-def _verify(folder: str | PathLike[str], tensors: Any) -> None:
+def verify_folder(folder: str | PathLike[str], tensors: Any) -> None:
+    """Compare a folder with what was to be written, bit by bit.
+
+    Args:
+        folder: What was written.
+        tensors: As for `write_tensors`.
+
+    Raises:
+        UserError: Some are not the same; all are named.
+    """
     with open_tensors(folder) as written:
         wrong, names = [], set()
         for name, _, _, make in tensors:

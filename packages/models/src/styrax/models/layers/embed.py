@@ -1,4 +1,4 @@
-"""Token embedding, which is also the output head of a tied model."""
+"""Token embedding, whose table is also the output head of a tied model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,3 @@ class Embed(nnx.Module):
         table = self.embedding[...]
         rows = table.at[tokens].get(mode="fill", fill_value=float("nan"), wrap_negative_indices=False)
         return rows.astype(self.policy.compute_dtype)
-
-    def attend(self, x: Float[Array, "... dim"]) -> Float[Array, "... vocab"]:
-        """Multiply by the transposed table.
-
-        Args:
-            x: In the compute dtype.
-        """
-        return x @ self.embedding[...].astype(self.policy.compute_dtype).T
