@@ -34,7 +34,7 @@ _STEP = re.compile(r"\d{8,}")
 _DOCUMENT = re.compile(rb'\{"digest":"([0-9a-f]{32})","body":(.*)\}\n', re.DOTALL)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
     """A part of an array that one device held when it was saved.
 
@@ -49,7 +49,7 @@ class Shard:
     digest: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
     """One leaf of an item.
 
@@ -269,7 +269,9 @@ def _item(record: dict[str, Any]) -> Item:
 
 
 def _leaf(record: dict[str, Any]) -> Leaf:
-    shards = tuple(
-        Shard(start=tuple(start), stop=tuple(stop), digest=text) for start, stop, text in record.get("shards", ())
-    )
-    return Leaf(**{**record, "shape": tuple(record.get("shape", ())), "shards": shards})
+    record["shape"] = tuple(record.get("shape", ()))
+    if "shards" in record:
+        record["shards"] = tuple(
+            Shard(start=tuple(start), stop=tuple(stop), digest=text) for start, stop, text in record["shards"]
+        )
+    return Leaf(**record)

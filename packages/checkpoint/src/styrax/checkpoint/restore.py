@@ -245,7 +245,8 @@ def _place(leaves: list[tuple[Entry, Any]]) -> list[Any]:
             values.append(_scalar(leaf))
             continue
         assert isinstance(data, (jax.Array, np.ndarray)), f"{leaf.path}: nothing was read"
-        assert (data.shape, data.dtype.name) == (leaf.shape, leaf.dtype), f"{leaf.path}: got {data.dtype}{data.shape}"
+        right = data.shape == leaf.shape and data.dtype == _dtype(leaf.dtype)
+        assert right, f"{leaf.path}: got {data.dtype}{data.shape}"
         if want.form == "jax" and want.sharding is None and default is None:
             default = default_sharding()  # not before it is needed: this starts jax's devices
         sharding = (want.sharding or default) if want.form == "jax" else None

@@ -19,6 +19,9 @@ from styrax.core.errors import nearest
 T = TypeVar("T")
 
 
+_NOTHING = object()
+
+
 def path_str(key_path: Sequence[Any]) -> str:
     """Write one of jax's key paths as text.
 
@@ -195,19 +198,26 @@ def is_variable(node: Any) -> bool:
         >>> is_variable({"value": 1})
         False
     """
-    kind = type(node)
+    return _is_variable_type(type(node))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_variable_type(kind: type) -> bool:
     return all(hasattr(kind, name) for name in ("get_value", "set_value", "get_raw_value"))
 
 
 def _join(key_path: Sequence[Any]) -> str:
-    return "/".join(_segment(key) for key in key_path)
+    return "/".join([_segment(key) for key in key_path])
 
 
 def _segment(key: Any) -> str:
+    text = key
     for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute)).replace("%", "%25").replace("/", "%2F")
-    return str(key).replace("%", "%25").replace("/", "%2F")
+        if (found := getattr(key, attribute, _NOTHING)) is not _NOTHING:
+            text = found
+            break
+    text = str(text)
+    return text.replace("%", "%25").replace("/", "%2F") if "%" in text or "/" in text else text
 
 
 @functools.lru_cache(maxsize=4096)
