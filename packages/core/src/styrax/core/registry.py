@@ -1,7 +1,9 @@
 """Parts by name: what installed distributions offer through entry points."""
 
+import functools
+import sys
 from collections.abc import Iterable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from styrax.core.errors import UsageError, UserError, nearest
@@ -25,7 +27,7 @@ def names(group: str) -> list[str]:
         >>> "jsonl" in names("styrax.trackers")
         True
     """
-    return sorted({entry.name for entry in entry_points(group=group)})
+    return sorted({entry.name for entry in _offered(tuple(sys.path)).select(group=group)})
 
 
 def find(group: str, name: str) -> EntryPoint:
@@ -35,13 +37,26 @@ def find(group: str, name: str) -> EntryPoint:
         UsageError: Nothing has that name; says the nearest one and what to install.
         UserError: Two distributions offer different objects under it.
     """
-    found = {entry.value: entry for entry in entry_points(group=group, name=name)}
+    found = _named(group, name)
+    if not found:  # perhaps it was installed since
+        _offered.cache_clear()
+        found = _named(group, name)
     if not found:
         raise UsageError(missing(group, name, names(group)))
     if len(found) > 1:
         providers = " and ".join(map(origin, found.values()))
         raise UserError(f"{name!r} in {group} comes from both {providers}; uninstall one")
     return next(iter(found.values()))
+
+
+@functools.lru_cache(maxsize=2)
+def _offered(path: tuple[str, ...]) -> EntryPoints:
+    """Read what all distributions on the path offer, once: there are dozens of files."""
+    return entry_points()  # pyright: ignore[reportReturnType]
+
+
+def _named(group: str, name: str) -> dict[str, EntryPoint]:
+    return {entry.value: entry for entry in _offered(tuple(sys.path)).select(group=group, name=name)}
 
 
 def resolve(group: str, name: str) -> Any:
