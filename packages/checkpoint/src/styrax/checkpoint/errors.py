@@ -1,6 +1,7 @@
 """What can go wrong with a checkpoint, said to a user."""
 
 import errno
+import functools
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ class Damaged(CheckpointError):
     """Bytes of a checkpoint are not those that were saved, or not there."""
 
 
+@functools.lru_cache(maxsize=1024)
 def sized(count: int) -> str:
     """Write a number of bytes for people.
 

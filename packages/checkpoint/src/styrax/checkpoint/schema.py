@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
-import json
+import functools
 from collections.abc import Iterable, Iterator, Mapping
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from styrax.checkpoint import digest
@@ -48,9 +49,14 @@ def fingerprint(what: Manifest | Mapping[str, Any], *, items: Iterable[str] | No
         rows = [_row(name, leaf) for name in wanted for leaf in what.items[name].leaves]
     else:
         rows = list(_of_trees({name: what[name] for name in wanted}))
-    encode = json.JSONEncoder(separators=(",", ":")).encode
-    lines = (encode(row) + "\n" for row in sorted(rows, key=lambda row: row[:2]))
+    lines = [_line(*row) for row in sorted(rows, key=lambda row: row[:2])]
     return digest.of("".join(lines).encode())
+
+
+def _line(item: str, path: str, kind: str, shape: Iterable[int], dtype: str, impl: str) -> str:
+    """Write one line of JSON; for thousands, faster than an encoder that is set up for each."""
+    texts = [quoted(text) for text in (item, path, kind, dtype, impl)]
+    return f"[{texts[0]},{texts[1]},{texts[2]},[{','.join(map(str, shape))}],{texts[3]},{texts[4]}]\n"
 
 
 def describe(leaf: Leaf) -> str:
@@ -65,7 +71,12 @@ def describe(leaf: Leaf) -> str:
     if leaf.kind == "python":
         text = repr(value_of(leaf))
         return f"{leaf.dtype} {text if len(text) <= _LONG else text[:_LONG] + '...'}"
-    return f"{leaf.dtype}{list(leaf.shape)}" + (f" key of {leaf.impl}" if leaf.kind == "key" else "")
+    return _array(leaf.dtype, leaf.shape) + (f" key of {leaf.impl}" if leaf.kind == "key" else "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _array(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"
 
 
 def value_of(leaf: Leaf) -> Any:

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name}: {_total(found)}")
         rows = list(_rows(found, args.depth))
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-        for path, what, size, mark in rows:
-            print(f"  {path:<{widths[0]}}  {what:<{widths[1]}}  {size:>{widths[2]}}  {mark}".rstrip())
+        form = f"  {{:<{widths[0]}}}  {{:<{widths[1]}}}  {{:>{widths[2]}}}  {{}}".format
+        print("".join([form(*row).rstrip() + "\n" for row in rows]), end="")
     return 0
 
 
@@ -93,7 +93,7 @@ def _rows(found: list[Leaf], depth: int | None) -> Iterator[tuple[str, str, str,
 
 
 def _above(path: str, depth: int) -> str:
-    return "/".join(path.split("/")[:depth])
+    return path.partition("/")[0] if depth == 1 else "/".join(path.split("/")[:depth])
 
 
 def _mark(leaf: Leaf) -> str:
