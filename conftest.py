@@ -42,8 +42,14 @@ def set_environment() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+    # Compiling is most of the time, and these sizes need no fast code; the long tests are compiled as users' programs.
+    wanted = {
+        "xla_force_host_platform_device_count": "8",
+        "xla_backend_optimization_level": "0",
+        "xla_llvm_disable_expensive_passes": "true",
+    }
+    flags += "".join(f" --{name}={value}" for name, value in wanted.items() if name not in flags)
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 
 set_environment()

@@ -57,7 +57,7 @@ def test_a_matrix_maps_inputs_to_the_outputs_of_its_head():
     x = np.random.default_rng(1).normal(size=5).astype(np.float32)
     for layer in range(3):
         for head in range(4):
-            np.testing.assert_allclose(x @ matrices[4 * layer + head], x @ kernel[layer, :, head], rtol=1e-5)
+            np.testing.assert_allclose(x @ matrices[4 * layer + head], x @ kernel[layer, :, head], rtol=1e-5, atol=1e-6)
 
 
 def test_mistakes_are_all_named(model):

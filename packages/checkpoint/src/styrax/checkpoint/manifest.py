@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+import msgspec
+
 from styrax.checkpoint import digest
 from styrax.checkpoint.errors import CheckpointError
 
@@ -264,7 +266,11 @@ def _leaf_record(leaf: Leaf) -> dict[str, Any]:
 
 
 def _item(record: dict[str, Any]) -> Item:
-    leaves = tuple(_leaf(leaf) for leaf in record.get("leaves", ()))
+    records = record.get("leaves", ())
+    if any("shards" in leaf for leaf in records):
+        leaves = tuple(map(_leaf, records))
+    else:  # thousands, perhaps: made in C
+        leaves = msgspec.convert(records, tuple[Leaf, ...])
     return Item(kind=record["kind"], leaves=leaves, structure=record.get("structure"), file=record.get("file"))
 
 

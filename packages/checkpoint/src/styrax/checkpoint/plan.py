@@ -254,8 +254,15 @@ def _want(leaf: Any) -> Wanted | None:
         return Wanted(form="python", dtype=type(leaf).__name__)
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         sharding = getattr(leaf, "sharding", None)
+        if sharding is None:
+            return _anywhere(tuple(leaf.shape), leaf.dtype)
         return Wanted(form="jax", shape=tuple(leaf.shape), dtype=_dtype_name(leaf.dtype), sharding=sharding)
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _anywhere(shape: tuple[int, ...], dtype: Any) -> Wanted:
+    return Wanted(form="jax", shape=shape, dtype=_dtype_name(dtype))
 
 
 def _differences(leaf: Leaf, want: Wanted, cast: Cast) -> list[str]:
