@@ -49,3 +49,14 @@ def test_generate_runs():
     )
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout
+
+
+@pytest.mark.slow
+def test_models_forward_runs():
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "models_forward.py", "--quick", "--rounds", "1"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for part in ("f32 forward: ours ", "bf16 step: ours ", "temporary memory: "):
+        assert part in done.stdout
