@@ -58,6 +58,7 @@ def test_accumulation_changes_nothing(accumulate):
         float(metrics["loss_term"] + 1e-3 * metrics["z_loss"] + 0.5 * metrics["balance"] + 0.001 * metrics["router_z"]),
         rel=1e-5,
     )
+    assert float(metrics["tokens"]) == batch_of()["loss_mask"].sum()
     start = tree.flatten(before.params)
     left, right = tree.flatten(whole.params), tree.flatten(parts.params)
     for path, leaf in start.items():

@@ -116,10 +116,13 @@ def make_step(
     if problems:
         raise UserError("\n".join(problems))
 
+    order: list[str] = []  # as the loss gives them: JAX sorts the keys of what goes through it
+
     def terms(params: Any, variables: Any, batch: Any, key: Any) -> tuple[dict[str, Term], Any]:
         model = nnx.merge(graphdef, params, variables)
         rngs = nnx.Rngs(**{name: stream(key, name) for name in rng_streams}) if rng_streams else None
         out = check_terms(loss(model, batch, rngs), accumulate)
+        order[:] = out
         return out, split_model(model)[2]
 
     def gradient(state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
@@ -128,7 +131,7 @@ def make_step(
             return _objective(out, _weights(out)), (out, variables)
 
         (value, (out, variables)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
-        return grads, _report(value, out), variables
+        return grads, _report(value, out, order[0]), variables
 
     def accumulated_gradient(state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
         pieces = jax.tree.map(lambda x: _cut(x, accumulate), batch)
@@ -159,7 +162,7 @@ def make_step(
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
         (grads, variables), (values, totals) = jax.lax.scan(body, (zeros, state.variables), (pieces, index))
         out = {k: Term(jnp.sum(v), weights[k]) for k, v in totals.items()}
-        return grads, _report(jnp.sum(values), out), variables
+        return grads, _report(jnp.sum(values), out, order[0]), variables
 
     def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         grads, report, variables = (gradient if accumulate == 1 else accumulated_gradient)(
@@ -188,8 +191,7 @@ def _objective(out: Mapping[str, Term], weights: Mapping[str, Any]) -> Any:
     return sum(parts[1:], parts[0])
 
 
-def _report(value: Any, out: Mapping[str, Term]) -> dict[str, Any]:
-    first = next(iter(out))
+def _report(value: Any, out: Mapping[str, Term], first: str) -> dict[str, Any]:
     means = {k: _mean(t.total, t.weight) for k, t in out.items()} if len(out) > 1 else {}
     if "loss" in means:  # the first term keeps its name only where it is the whole objective
         means["loss_term"] = means.pop("loss")

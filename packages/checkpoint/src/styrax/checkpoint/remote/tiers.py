@@ -118,10 +118,21 @@ class TieredStore:
         """
         if self.local is None or self._read_only:
             raise CheckpointError(f"{self.directory} was opened with read_only=True; open it without to save")
-        ticket = self.local.save(step, items, **options)
+        earlier = None
+        try:  # before, for what goes wrong with the upload of this very step is for its ticket to say
+            self._shared(self._check)
+        except CheckpointError as error:
+            earlier = error
+        try:
+            ticket = self.local.save(step, items, **options)
+        except Exception as error:
+            if earlier is not None:
+                error.add_note(str(earlier))
+            raise
         self._ticket = ticket
         self._skipped.pop(step, None)
-        self._shared(self._check)
+        if earlier is not None:
+            raise earlier
         return MirrorTicket(ticket, self._uploads)
 
     def due(self, step: int) -> Any:
