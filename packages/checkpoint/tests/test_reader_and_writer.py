@@ -31,7 +31,8 @@ def read_for(seconds, store):
                 found = store.restore(step, LIKE)
             except CheckpointError as error:
                 # It was deleted between the listing and the reading, or is replaced faster than it can be read.
-                assert any(text in str(error) for text in ("no checkpoint of step", "being replaced"))
+                if not any(text in str(error) for text in ("no checkpoint of step", "being replaced")):
+                    raise
                 continue
             assert found["run"]["step"] == step and whole(found)
             seen.add((step, found["run"]["generation"]))
@@ -87,7 +88,8 @@ def test_a_disk_of_20_mb_fills_up(pack_below, background, tmpfs):
                 store.save(step, {"params": tree}).committed()
                 kept[step] = step
             except CheckpointError as error:
-                assert "no space is left" in str(error)
+                if "no space is left" not in str(error):
+                    raise
                 failed.append(step)
         assert len(failed) > 2 and len(kept) > 4
         assert store.steps() == sorted(kept)

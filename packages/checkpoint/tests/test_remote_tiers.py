@@ -433,21 +433,23 @@ def test_a_bucket_alone(tmp_path, monkeypatch):
 
 def test_an_upload_that_fails_at_once_is_for_its_own_ticket_to_say(tmp_path, monkeypatch):
     """Even one that has failed before `save` returns; only what failed before is told by `save` itself."""
-    with pytest.raises(CheckpointError, match="not everything is in"), BucketStore(URL, PACKED) as store:
-        fail(monkeypatch, "put_file")
-        save = store.local.save
+    store = BucketStore(URL, PACKED)
+    fail(monkeypatch, "put_file")
+    save = store.local.save
 
-        def slow(step, *rest, **named):
-            ticket = save(step, *rest, **named)
-            ticket.committed()
-            assert store.uploads.wait(step, 30)
-            return ticket
+    def slow(step, *rest, **named):
+        ticket = save(step, *rest, **named)
+        ticket.committed()
+        assert store.uploads.wait(step, 30)
+        return ticket
 
-        monkeypatch.setattr(store.local, "save", slow)
-        with pytest.raises(CheckpointError, match="step 1 is not uploaded: cannot write"):
-            store.save(1, items(1)).committed()
-        with pytest.raises(CheckpointError, match="^cannot write"):
-            store.save(2, items(2))
+    monkeypatch.setattr(store.local, "save", slow)
+    with pytest.raises(CheckpointError, match="step 1 is not uploaded: cannot write"):
+        store.save(1, items(1)).committed()
+    with pytest.raises(CheckpointError, match=r"^cannot write"):
+        store.save(2, items(2))
+    with pytest.raises(CheckpointError, match="not everything is in"):
+        store.close()
 
 
 def test_the_mirror_in_a_file():
