@@ -179,7 +179,14 @@ def list_incomplete(directory: str | Path) -> list[int]:
     No save leaves one, not even one that was killed: something else deleted or copied a part.
     """
     steps = [step for step, complete in _folders(directory).items() if not complete]
-    return [step for step in steps if any((Path(directory) / step_name(step)).iterdir())]
+    return [step for step in steps if _holds_something(Path(directory) / step_name(step))]
+
+
+def _holds_something(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except FileNotFoundError:  # its writer deletes it just now
+        return False
 
 
 def _folders(directory: str | Path) -> dict[int, bool]:
