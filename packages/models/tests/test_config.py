@@ -91,3 +91,14 @@ def test_every_parameter_has_axes(tied):
     assert axes.keys() == leaves.keys()
     assert all(len(axes[path]) == leaf.ndim for path, leaf in leaves.items())
     assert ("head/kernel" in leaves) is not tied
+
+
+def test_nothing_calls_what_costs_milliseconds_a_step():
+    """`nnx.jit` walks the whole module in Python at every call."""
+    from pathlib import Path
+
+    import styrax.models
+
+    files = list(Path(next(iter(styrax.models.__path__))).rglob("*.py"))
+    assert len(files) > 40
+    assert not [path for path in files if "nnx.jit" in path.read_text(encoding="utf-8")]
