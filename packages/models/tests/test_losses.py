@@ -168,3 +168,16 @@ def test_sums_of_parts_are_those_of_the_whole(sparse):
     for name, term in whole.items():
         np.testing.assert_allclose(sum(float(part[name].total) for part in parts), term.total, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(sum(float(part[name].weight) for part in parts), term.weight, rtol=1e-6)
+
+
+def test_weights_cost_no_forward_pass(sparse):
+    """A step that accumulates asks for the weights of the whole batch first."""
+    tokens, targets, mask, segments = batch_of()
+
+    def parts(model, name):
+        terms = model.losses(tokens, targets, mask, segment_ids=segments)
+        return [getattr(term, name) for term in terms.values()]
+
+    compiled = {name: jax.jit(parts, static_argnums=1).lower(sparse, name).compile() for name in ("weight", "total")}
+    flops = {name: program.cost_analysis()["flops"] for name, program in compiled.items()}
+    assert flops["weight"] < flops["total"] / 100

@@ -161,7 +161,8 @@ def routers(reports: Sequence[RouterStats], config: MoE) -> dict[str, LossTerm]:
     r"""Keep experts evenly used and router logits small.
 
     The balance of one row and layer is $E \sum_e f_e P_e$: $f_e$ the part of its choices that fell on expert $e$,
-    $P_e$ the mean probability. As a row is never cut up, the sum over rows is the same however a batch is.
+    $P_e$ the mean probability. As a row is never cut up, the sum over rows is the same however a batch is. No weight
+    depends on the parameters, so that a step can have the weights of a whole batch for nothing.
 
     Source: DeepSeek-AI, "DeepSeek-V3" (2024), equations 17 to 20; Zoph et al., "ST-MoE" (2022), equation 5.
 
@@ -186,6 +187,6 @@ def routers(reports: Sequence[RouterStats], config: MoE) -> dict[str, LossTerm]:
         add("balance", balance, (tokens > 0).astype("float32"))
         add("router_z", stats.z, tokens)
         add("router_entropy", jax.lax.stop_gradient(stats.entropy), tokens)
-        add("dropped", jax.lax.stop_gradient(stats.dropped), load)
+        add("dropped", jax.lax.stop_gradient(stats.dropped), tokens * config.experts_per_token)
     coefs = {"balance": config.balance_coef, "router_z": config.z_coef}
     return {name: LossTerm(total, weight, coefs.get(name, 0.0)) for name, (total, weight) in sums.items()}
