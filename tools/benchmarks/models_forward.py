@@ -4,8 +4,8 @@ python tools/benchmarks/models_forward.py [--rounds 5] [--quick]
 
 The same Llama in all three, with the same parameters and tokens, in turn in one process. Forward gives all logits; a
 training step is loss and gradients (no optimizer). Ours and the one by hand are compared for the same result first.
-Printed are medians of seconds, and medians of the ratios within a round. Then the loss of a large vocabulary: all logits
-at once, and piece by piece as `Decoder.losses` does, with the temporary memory of the compiled programs.
+Printed are medians of seconds, and medians of the ratios within a round. Then the loss of a large vocabulary: all
+logits at once, and piece by piece as `Decoder.losses` does, with the temporary memory of the compiled programs.
 
 torch and transformers are not part of the workspace; put them on PYTHONPATH, else they are n/a.
 """
