@@ -132,7 +132,7 @@ class _Fit:
         entries = []
         for path, value in asked.items():
             leaf, want = saved.get(path), _want(value)
-            if leaf is not None and want is not None and self._only is None:  # of thousands, nearly all
+            if leaf is not None and want is not None and self._only is None:
                 for text in _differences(leaf, want, self._cast):
                     self.problems.append(f"{leaf_name(name, path)}: {text}")
                 entries.append(Entry(leaf=leaf, want=want))
@@ -253,16 +253,18 @@ def _want(leaf: Any) -> Wanted | None:
     if type(leaf) in (bool, int, float, complex, str, bytes):
         return Wanted(form="python", dtype=type(leaf).__name__)
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        sharding = getattr(leaf, "sharding", None)
-        if sharding is None:
-            return _anywhere(tuple(leaf.shape), leaf.dtype)
-        return Wanted(form="jax", shape=tuple(leaf.shape), dtype=_dtype_name(leaf.dtype), sharding=sharding)
+        return _array(tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None))
     return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _anywhere(shape: tuple[int, ...], dtype: Any) -> Wanted:
-    return Wanted(form="jax", shape=shape, dtype=_dtype_name(dtype))
+def _array(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Wanted:
+    return Wanted(form="jax", shape=shape, dtype=_dtype_name(dtype), sharding=sharding)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fits_any(sharding: Any) -> bool:
+    return sharding is None or len(sharding.device_set) == 1
 
 
 def _differences(leaf: Leaf, want: Wanted, cast: Cast) -> list[str]:
@@ -271,8 +273,9 @@ def _differences(leaf: Leaf, want: Wanted, cast: Cast) -> list[str]:
         asked = f"a Python {want.dtype}" if want.form == "python" else f"{want.dtype}{list(want.shape or ())}"
         return [f"{there} in the checkpoint, {asked} asked for"]
     shape, dtype = leaf.shape, leaf.dtype
-    if (shape, dtype, want.sharding) == (want.shape, want.dtype, None) and leaf.kind != "key" and _keeps(dtype):
-        return []
+    same = (shape, dtype) == (want.shape, want.dtype) and leaf.kind != "key"
+    if same and _fits_any(want.sharding) and (want.form != "jax" or _keeps(dtype)):
+        return []  # of thousands, nearly all
     texts = []
     if leaf.kind == "key":
         import jax

@@ -252,23 +252,39 @@ def _place(leaves: list[tuple[Entry, Any]]) -> list[Any]:
         sharding = (want.sharding or default) if want.form == "jax" else None
         if want.dtype is not None and leaf.kind != "key" and want.dtype != leaf.dtype:
             data = convert(data, np.dtype(want.dtype))
-        if sharding is not None and isinstance(data, np.ndarray) and not sharding.is_fully_addressable:
+        here = sharding is not None and sharding.is_fully_addressable
+        if sharding is not None and not here and isinstance(data, np.ndarray):
             data = jax.make_array_from_callback(data.shape, sharding, functools.partial(_part, data))
         if leaf.kind == "key":
             data = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=leaf.impl)
         elif want.form == "scalar" or (want.form == "saved" and leaf.kind == "scalar"):
             data = data[()]
-        if sharding is not None and sharding.is_fully_addressable:
+        if here:
             placed[number] = sharding
         values.append(data)
-    free = [number for number, sharding in placed.items() if sharding is default]
-    told = [number for number, sharding in placed.items() if sharding is not default]
-    # Where nothing is said, jax decides, and sooner than when it is told the same for each array.
-    moved = jax.device_put([values[number] for number in free])
-    moved += jax.device_put([values[number] for number in told], [placed[number] for number in told])
-    for number, value in zip(free + told, moved, strict=True):
-        values[number] = value
+    # Where nothing is said, jax decides; and it is sooner done with one device for all than with a layout for each.
+    groups: dict[Any, list[int]] = {}
+    for number, sharding in placed.items():
+        groups.setdefault(None if sharding is default else _one_device(sharding), []).append(number)
+    for device, numbers in groups.items():
+        where = [placed[number] for number in numbers] if device is _SEVERAL else device
+        for number, value in zip(numbers, jax.device_put([values[number] for number in numbers], where), strict=True):
+            values[number] = value
     return values
+
+
+_SEVERAL = object()
+
+
+@functools.lru_cache(maxsize=256)
+def _one_device(sharding: Any) -> Any:
+    """Give the device of a layout on one, in its usual memory; else `_SEVERAL`."""
+    import jax
+
+    if not isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return _SEVERAL
+    (device,) = sharding.device_set
+    return device if sharding == jax.sharding.SingleDeviceSharding(device) else _SEVERAL
 
 
 def _part(data: np.ndarray, index: Any) -> np.ndarray:
