@@ -264,7 +264,9 @@ def _array(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Wanted:
 
 @functools.lru_cache(maxsize=1024)
 def _fits_any(sharding: Any) -> bool:
-    return sharding is None or len(sharding.device_set) == 1
+    import jax
+
+    return sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding)
 
 
 def _differences(leaf: Leaf, want: Wanted, cast: Cast) -> list[str]:
