@@ -340,3 +340,25 @@ def test_orbax_that_lost_a_leaf_is_refused(tmp_path):
     v1.save(str(tmp_path / "x"), {"a": {"b": np.ones(2)}, "a.b": np.zeros(2)})
     with pytest.raises(CheckpointError, match=r"'a/b' and 'a.b' are both 'a.b' to Orbax, which has lost one"):
         formats.read(tmp_path / "x")
+
+
+def test_stopped_between_the_two_renames_the_old_folder_stays(tmp_path, monkeypatch):
+    """Ctrl-C may come at any instant, also in the one when the old is put aside and the new has no name yet."""
+    from styrax.checkpoint.formats.files import new_folder
+
+    place = tmp_path / "model"
+    place.mkdir()
+    (place / "weights").write_text("old")
+    rename, calls = Path.rename, []
+
+    def stopped(self, target):
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt), new_folder(place, overwrite=True) as folder:
+        (folder / "weights").write_text("new")
+    assert (place / "weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -18,13 +18,13 @@ from styrax.models.generate import generate
 from styrax.models.layers.attention import Reach, Scope
 from styrax.models.layers.dropout import dropout
 from styrax.models.layers.embed import Embed
-from styrax.models.layers.fence import fence, on_cpu, rows
+from styrax.models.layers.fence import fence, rows
 from styrax.models.layers.linear import Linear
 from styrax.models.layers.mask import Mask, document_mask, document_positions
 from styrax.models.layers.norm import Norm
 from styrax.models.layers.rope import rotation
 from styrax.models.losses import LossTerm, next_token, routers
-from styrax.models.stack import in_order, run_scanned, run_unrolled, stack
+from styrax.models.stack import in_order, remat_of, run_scanned, run_unrolled, scans, stack
 
 if TYPE_CHECKING:
     from jax import Array
@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
     def blocks(self) -> tuple[Block, ...]:
         """Give the blocks as the config's `scan` wants them: the stacks themselves, or cut into single blocks."""
         stacks = (self.layers,) if isinstance(self.layers, Block) else tuple(self.layers)
-        return stacks if self._scans() else in_order(self.config.plan[0], stacks)
+        return stacks if scans(self.config.scan) else in_order(self.config.plan[0], stacks)
 
     def hidden(
         self,
@@ -174,8 +174,8 @@ class Decoder(nnx.Module):
         x = rows(dropout(x, config.dropout, embed_key))
         stacks, segments = config.plan
         parts = (None,) * len(stacks) if cache is None else cache.parts
-        remat = cache is None and self._remat()
-        if self._scans():
+        remat = cache is None and remat_of(config.remat)
+        if scans(self.config.scan):
             x, parts, reports = run_scanned(step, segments, blocks, x, parts, remat=remat)
         else:
             x, parts, reports = run_unrolled(step, stacks, blocks, x, parts, remat=remat)
@@ -316,18 +316,6 @@ class Decoder(nnx.Module):
             bos_id=bos_id,
             **sampling,
         )
-
-    def _scans(self) -> bool:
-        return self.config.scan == "on" or (self.config.scan == "auto" and not on_cpu())
-
-    def _remat(self) -> Any:
-        match self.config.remat:
-            case "auto":  # on a CPU, time runs out before memory does, and recomputing takes a fifth of a step
-                return not on_cpu()
-            case "dots":
-                return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            case name:
-                return name == "block"
 
 
 def _check_shapes(tokens: Int[Array, "batch seq"], **others: Int[Array, "batch seq"] | None) -> None:

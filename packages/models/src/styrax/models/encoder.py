@@ -14,10 +14,10 @@ from styrax.models.encoder_config import Text
 from styrax.models.encoder_input import ImageInput, TextInput
 from styrax.models.encoder_pool import Pooling
 from styrax.models.layers.dropout import dropout
-from styrax.models.layers.fence import on_cpu, rows
+from styrax.models.layers.fence import rows
 from styrax.models.layers.linear import Linear
 from styrax.models.layers.norm import Norm
-from styrax.models.stack import run_scanned, run_unrolled, stack, unstack
+from styrax.models.stack import remat_of, run_scanned, run_unrolled, scans, stack, unstack
 
 if TYPE_CHECKING:
     from jax import Array
@@ -141,8 +141,8 @@ class Encoder(nnx.Module):
         def step(block: Any, layer: Any, index: Any, x: Any, part: Any) -> tuple[Any, Any, Any]:
             return block(x, mask=mask, batch=batch, layer=layer, key=key), part, None
 
-        (stacks, segments), parts, remat = self.config.plan, (None,), self._remat()
-        if self.config.scan == "on" or (self.config.scan == "auto" and not on_cpu()):
+        (stacks, segments), parts, remat = self.config.plan, (None,), remat_of(self.config.remat)
+        if scans(self.config.scan):
             return run_scanned(step, segments, (self.layers,), x, parts, remat=remat)[0]
         return run_unrolled(step, stacks, unstack(self.layers), x, parts, remat=remat)[0]
 
@@ -153,15 +153,6 @@ class Encoder(nnx.Module):
             return self.pool(x, segment_ids[:, None, :] == jnp.arange(1, num_segments + 1)[None, :, None])
         members = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids != 0
         return self.pool(x, members[:, None])[:, 0]
-
-    def _remat(self) -> Any:
-        match self.config.remat:
-            case "auto":  # as in the decoder: on a CPU, time runs out before memory does
-                return not on_cpu()
-            case "dots":
-                return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            case name:
-                return name == "block"
 
 
 def _real_only(x: Float[Array, "batch seq embed"], real: Bool[Array, "batch seq"] | None) -> Array:

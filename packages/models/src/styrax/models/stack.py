@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from styrax.models.layers.fence import on_cpu
+
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Int, Key
@@ -148,6 +150,30 @@ def run_scanned(
         for number, part, report in zip(segment.stacks, held, found, strict=True):
             parts[number], reports[number] = part, report
     return carry, tuple(parts), tuple(reports)
+
+
+def scans(scan: str) -> bool:
+    """Tell whether layers are looped over: "on", "off", or "auto", which unrolls them on a CPU.
+
+    Args:
+        scan: Of the config.
+    """
+    return scan == "on" or (scan == "auto" and not on_cpu())
+
+
+def remat_of(remat: str) -> Any:
+    """Give what `run_scanned` and `run_unrolled` take for a config's "none", "block", "dots" or "auto".
+
+    Args:
+        remat: Of the config.
+    """
+    match remat:
+        case "auto":  # on a CPU, time runs out before memory does, and recomputing takes a fifth of a step
+            return not on_cpu()
+        case "dots":
+            return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        case name:
+            return name == "block"
 
 
 def _recomputed(step: Step, remat: Any, *, prevent_cse: bool) -> Step:

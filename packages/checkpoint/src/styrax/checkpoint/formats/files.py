@@ -65,14 +65,11 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
             path.rename(old)
         elif path.exists():
             path.unlink()
-        try:
-            temporary.rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
-            raise
+        temporary.rename(path)
         sync_folder(path.parent)
     finally:
+        if old.exists() and not path.exists():  # stopped between the two, by an error or by Ctrl-C
+            old.rename(path)
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 

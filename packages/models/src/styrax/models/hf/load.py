@@ -91,14 +91,15 @@ def from_pretrained(
     return tree.unflatten(empty, made)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Read a JSON object or array.
 
     Args:
         path: Of the file.
+        kind: What it is to be, `dict` or `list`.
 
     Raises:
-        UserError: It is not there, or not a JSON object.
+        UserError: It is not there, not JSON, or not of that kind.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -106,8 +107,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {path}: {error.strerror}; is {path.parent} the folder of a model?") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}; copy it again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    if not isinstance(found, kind):
+        raise UserError(f"{path}: expected a JSON {'array' if kind is list else 'object'}, got {type(found).__name__}")
     return found
 
 

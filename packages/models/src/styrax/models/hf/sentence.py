@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from styrax.core import UserError
 from styrax.models.encoder_config import Pool
+from styrax.models.hf.load import read_json
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -32,14 +33,14 @@ def read_pool(folder: str | PathLike[str]) -> Pool | None:
     folder = Path(folder)
     if not (folder / MODULES).is_file():
         return None
-    modules = _json(folder / MODULES, list)
+    modules = read_json(folder / MODULES, list)
     parts = {str(each.get("type", "")).rpartition(".")[2]: each.get("path", "") for each in modules}
     unknown = sorted(parts.keys() - {"Transformer", "Pooling", "Normalize"})
     if unknown or "Pooling" not in parts:
         got = f"also {', '.join(unknown)}" if unknown else "no Pooling"
         raise UserError(f"{folder / MODULES}: expected Transformer, Pooling and perhaps Normalize, got {got}")
     path = folder / parts["Pooling"] / "config.json"
-    table = _json(path, dict)
+    table = read_json(path, dict)
     prefix = "pooling_mode_"
     on = [key.removeprefix(prefix) for key, value in table.items() if key.startswith(prefix) and value is True]
     on = [table["pooling_mode"]] if isinstance(table.get("pooling_mode"), str) else on
@@ -92,15 +93,3 @@ def write_pooling(pool: Pool, width: int) -> bytes:
 
 def _bytes(table: Any) -> bytes:
     return (json.dumps(table, indent=2) + "\n").encode()
-
-
-def _json(path: Path, kind: type) -> Any:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; is the folder whole?") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}; copy it again") from error
-    if not isinstance(found, kind):
-        raise UserError(f"{path}: expected a JSON {'array' if kind is list else 'object'}, got {type(found).__name__}")
-    return found
