@@ -10,9 +10,10 @@ import dataclasses
 import importlib
 import json
 import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 #: `styrax --help` and a mistyped key are answered before any of these is loaded.
 HEAVY = ("flax", "grain", "jax", "matplotlib", "optax", "orbax", "tokenizers")
@@ -30,6 +31,11 @@ def is_command(found: Any) -> Iterator[str]:
             yield f"has no function {name}"
 
 
+def is_tag(kind: Any) -> bool:
+    """Tell whether a type has one possible value."""
+    return typing.get_origin(kind) is Literal and len(typing.get_args(kind)) == 1
+
+
 def is_config(found: Any) -> Iterator[str]:
     """Yield what keeps a class from being a part's configuration."""
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
@@ -37,7 +43,9 @@ def is_config(found: Any) -> Iterator[str]:
         return
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         yield "is not frozen"
-    fields = dataclasses.fields(found)
+    # A tag with one possible value selects the class; it is no setting.
+    tags = {name for name, kind in typing.get_type_hints(found).items() if is_tag(kind)}
+    fields = [field for field in dataclasses.fields(found) if field.name not in tags]
     if positional := [field.name for field in fields if field.init and not field.kw_only]:
         yield f"takes {', '.join(positional)} by position: it must be kw_only"
     if len(fields) > 15:

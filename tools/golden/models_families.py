@@ -64,6 +64,13 @@ LONG = {
 }
 FULL = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 NEAR = {"rope_type": "default", "rope_theta": 1e4}
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 61,
+}
 
 # Name -> model_type and what differs from the sizes above.
 CASES: dict[str, tuple[str, dict]] = {
@@ -108,6 +115,40 @@ CASES: dict[str, tuple[str, dict]] = {
             "num_hidden_layers": 8,
             "query_pre_attn_scalar": 20,
             "rope_parameters": {"full_attention": FULL, "sliding_attention": NEAR},
+        },
+    ),
+    "gemma4-e2b": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 3],
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma4-31b": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma4-26b-a4b": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
         },
     ),
     "deepseek_v2": (

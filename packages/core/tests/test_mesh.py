@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,7 +58,7 @@ def test_an_axis_that_no_rule_uses_is_named():
     assert idle_axes(name for rule in DEFAULT_RULES.values() for name in rule) == []
     assert idle_axes(["data", "dta", "stage"]) == [
         f"{name}: no rule splits anything over this mesh axis{hint}; the axes with rules are "
-        "data, fsdp, context, tensor, expert"
+        "data, fsdp, expert, stage, context, tensor"
         for name, hint in (("dta", " (did you mean 'data'?)"), ("stage", ""))
     ]
     assert idle_axes(["stage", "data"], {"layers": ("stage",)}) == [
@@ -123,3 +124,87 @@ def test_nnx_states_keep_their_structure():
     params = nnx.state(nnx.eval_shape(lambda: nnx.Linear(4, 6, rngs=nnx.Rngs(0))), nnx.Param)
     got = shardings(params, {"kernel": ("embed", "mlp"), "bias": ("mlp",)}, DEFAULT_RULES, EIGHT)
     assert jax.tree.structure(got) == jax.tree.structure(params)
+
+
+class Device:
+    """What a mesh asks of a device of a slice; enough for `create_hybrid_device_mesh` on one without coordinates."""
+
+    platform, device_kind, process_index = "gpu", "a card", 0
+
+    def __init__(self, number, slice_index):
+        self.id, self.slice_index = number, slice_index
+
+    def __repr__(self):
+        return f"{self.slice_index}/{self.id}"
+
+
+def test_axes_across_slices_are_contiguous_groups_of_cpus():
+    mesh = MeshConfig(axes={"data": 4, "fsdp": 2}, dcn={"data": 2}).build(jax.devices()[:8])
+    assert [[device.id for device in row] for row in mesh.devices] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    both = MeshConfig(axes={"fsdp": 4, "data": 2}, dcn={"data": 2}).build(jax.devices()[:8])
+    assert [[device.id for device in row] for row in both.devices] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("axes", "dcn"),
+    [
+        ({"data": 2, "fsdp": -1}, {"data": 2}),
+        ({"fsdp": 8}, {"fsdp": 2}),
+        ({"data": 2, "fsdp": 4}, {"data": 1, "fsdp": 2}),
+        ({"tensor": 2, "data": -1}, {"data": 2}),
+    ],
+)
+def test_a_slice_is_one_index_of_the_outer_part_of_its_axis(axes, dcn):
+    devices = [Device(number, slice_index=number % 2) for number in range(8)]
+    config = MeshConfig(axes=axes, dcn=dcn)
+    mesh = config.build(devices)
+    (across,) = (name for name, ways in dcn.items() if ways == 2)
+    half = mesh.shape[across] // 2
+    for place, device in zip(np.ndindex(mesh.devices.shape), mesh.devices.flat):
+        assert device.slice_index == place[mesh.axis_names.index(across)] // half
+    assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
+
+
+def test_devices_in_other_slices_than_dcn_says():
+    devices = [Device(number, slice_index=number // 4) for number in range(8)]
+    with pytest.raises(UserError, match=r"mesh.dcn says data=4 .* 4 slice\(s\), and the devices are in 2; set it"):
+        MeshConfig(axes={"data": 4, "fsdp": 2}, dcn={"data": 4}).build(devices)
+    with pytest.raises(UserError, match=r"mesh.dcn says nothing across slices.*dcn = { data = 2 }"):
+        MeshConfig(axes={"data": 8}).build(devices)
+
+
+@pytest.mark.parametrize(
+    ("axes", "dcn", "message"),
+    [
+        ({"data": 4}, {"dat": 2}, "dcn.dat: no such axis (did you mean 'data'?); the axes are data"),
+        ({"data": 4}, {"data": 3}, "dcn.data: 3 ways across slices do not divide the axis, which is 4"),
+        ({"data": 4}, {"data": 0}, "dcn.data: expected 1 or more ways across slices, got 0"),
+    ],
+)
+def test_ways_across_slices_that_do_not_fit(axes, dcn, message):
+    with pytest.raises(UserError) as caught:
+        MeshConfig(axes=axes, dcn=dcn)
+    assert str(caught.value).startswith(message)
+
+
+def test_an_axis_that_takes_the_rest_must_divide_over_slices():
+    with pytest.raises(UserError, match="ways across slices do not divide data=3 by 2"):
+        MeshConfig(axes={"data": -1, "fsdp": 2}, dcn={"data": 2}).sizes(6)
+
+
+@pytest.mark.parametrize(
+    ("axes", "slices", "expected"),
+    [
+        ({"fsdp": -1}, 4, {"data": 4, "fsdp": -1}),
+        ({"data": -1}, 4, {"data": -1}),
+        ({"data": 8, "fsdp": -1}, 4, {"data": 8, "fsdp": -1}),
+        ({"data": 3, "fsdp": -1}, 4, {"data": 12, "fsdp": -1}),
+    ],
+)
+def test_data_goes_over_slices_where_nothing_is_said(axes, slices, expected):
+    config = MeshConfig(axes=axes)
+    assert config.over_slices(1) is config
+    spread = config.over_slices(slices)
+    assert (spread.axes, spread.dcn, spread.slices) == (expected, {"data": slices}, slices)
+    assert spread.over_slices(8) is spread

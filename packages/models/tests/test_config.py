@@ -3,10 +3,12 @@ import sys
 
 import pytest
 from flax import nnx
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from styrax.core import UsageError, registry, tree
 from styrax.core import config as configuration
-from styrax.models import DecoderConfig
+from styrax.models import Arch, Attn, DecoderConfig, Delta, Head, MoE, PerLayer, Sharing, layout
 from styrax.models.config import Scales
 from styrax.models.rope_config import Rope
 
@@ -27,7 +29,7 @@ def test_is_an_entry_point():
 @pytest.mark.parametrize("kind", [DecoderConfig, Scales])
 def test_every_field_is_described(kind):
     assert all(f"{name}: " in kind.__doc__ for name in kind.__dataclass_fields__)
-    assert len(kind.__dataclass_fields__) <= 15
+    assert len(kind.__dataclass_fields__.keys() - {"kind"}) <= 15
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,56 @@ def test_all_problems_are_listed(fields, messages):
     lines = str(caught.value).splitlines()
     assert len(lines) == len(messages)
     assert all(line.startswith(message) for line, message in zip(lines, messages, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ({"sharing": Sharing(layers=4)}, "arch.sharing.layers: expected less than num_layers = 4, got 4"),
+        (
+            {"sharing": Sharing(layers=3), "layers": ("attn", "local"), "local": Attn(window=8)},
+            "arch.sharing.layers: of the 1 layers before those that share, none is of the kind local",
+        ),
+        (
+            {"sharing": Sharing(layers=1), "layers": ("attn", "delta"), "delta": Delta()},
+            "arch.sharing: layers of delta have no keys and values of another layer to use; expected attn and local",
+        ),
+    ],
+)
+def test_layers_that_share_need_one_that_lends(arch, message):
+    with pytest.raises(ValueError) as caught:
+        DecoderConfig(num_layers=4, arch=Arch(**arch))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"parallel": True, "moe": MoE(beside_mlp=True)}, "moe.beside_mlp: expected false for parallel blocks, got"),
+        ({"per_layer": PerLayer(), "head": Head(mtp=1)}, "head.mtp: expected 0 with per_layer, which has nothing for"),
+    ],
+)
+def test_parts_of_a_block_that_exclude_one_another(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Arch(**fields)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["attn", "local"]), min_size=2, max_size=14), st.integers(1, 12))
+def test_each_layer_that_shares_has_one_source_before_it(mixers, sharing):
+    own = len(mixers) - sharing
+    assume(own > 0 and set(mixers[own:]) <= set(mixers[:own]))
+    kinds = [layout.Kind(mixer, False, role) for mixer, role in zip(mixers, layout.roles(tuple(mixers), sharing))]
+    assert [kind.role == "shared" for kind in kinds] == [layer >= own for layer in range(len(mixers))]
+    for mixer in set(mixers[own:]):
+        (source,) = (layer for layer, kind in enumerate(kinds) if kind == (mixer, False, "source"))
+        assert source == max(layer for layer in range(own) if mixers[layer] == mixer)
+    stacks, segments = layout.plan(tuple(kinds))
+    assert sorted(layer for stack in stacks for layer in stack.layers) == list(range(len(mixers)))
+    # A loop lends only once it is over, so no source may be in one loop with layers that use its keys.
+    for segment in segments:
+        assert len({stacks[number].kind.role == "shared" for number in segment.stacks}) == 1
+        assert segment.repeats == 1 or not any(stacks[number].kind.role == "source" for number in segment.stacks)
 
 
 def test_reads_from_a_table():

@@ -9,9 +9,10 @@ import pytest
 from families import POSITIONS, cases, changed, tokens, write
 
 from styrax.core import UserError, tree
-from styrax.models import registry
+from styrax.models import layout, registry
 from styrax.models.hf import from_pretrained, open_tensors, save_pretrained, write_tensors
 from styrax.models.hf.save import find_family
+from styrax.models.layers.attention import Attention
 
 CASES = cases()
 # Compiling is most of the time, and these sizes need no fast code.
@@ -81,8 +82,27 @@ MUTANTS = {
     "qwen3_moe": {"arch.moe.routing.renormalise": False},
     "qwen3_next": {"rope.fraction": 0.5},
     "gemma": {"scales.embed_scale": 1.0, "arch.norm.offset": False, "arch.mlp.activation": "gelu"},
-    "gemma2": {"arch.attn.softcap": None, "arch.softcap": None, "arch.layers": ("attn", "local")},
+    "gemma2": {"arch.attn.softcap": None, "arch.head.softcap": None, "arch.layers": ("attn", "local")},
     "gemma3": {"arch.local.rope.theta": 1e6, "rope.factor": 1.0, "scales.attn_scale": None},
+    "gemma4-e2b": {
+        "arch.head.softcap": None,
+        "arch.attn.v_norm": False,
+        "arch.local.v_norm": False,
+        "arch.local.window": 7,
+        "arch.local.rope": None,
+        "rope.fraction": 0.5,
+        "scales.attn_scale": None,
+        "scales.embed_scale": 1.0,
+        "arch.mlp.activation": "silu",
+        "arch.norm.offset": True,
+    },
+    "gemma4-31b": {"arch.attn.v_norm": False, "rope.fraction": 0.5},
+    "gemma4-26b-a4b": {
+        "arch.attn.v_norm": False,
+        "arch.moe.activation": "silu",
+        "arch.moe.routing.norm_eps": 0.3,
+        "arch.moe.experts_per_token": 1,
+    },
     "deepseek_v2": {
         "arch.moe.routing.scale": 1.0,
         "arch.moe.routing.groups.kept": 1,
@@ -111,7 +131,7 @@ MUTANTS = {
     "llama4": {
         "arch.local.chunk": None,
         "arch.local.qk_norm": "none",
-        "arch.attn.tuning_scale": None,
+        "arch.attn.tuning": None,
         "arch.moe.routing.score": "softmax",
         "arch.moe.input_scaled": False,
     },
@@ -128,6 +148,70 @@ def test_a_switch_that_is_wrong_shows(name, folder):
         mutant = tree.unflatten(_empty(config, case.vocab_size), tree.flatten(model))
         # Twice what parity allows.
         assert apart(logits(mutant, tokens(case.vocab_size))[:, POSITIONS], expected) > 4e-4, path
+
+
+# Case -> end of a path -> what is wrong with these parameters, where no field of the config says it.
+FACTORS = {
+    "gemma4-e2b": {
+        "layers/0/scale": np.ones_like,  # of a whole block
+        "layers/4/scale": np.ones_like,
+        "per_layer/embed/embedding": lambda x: x / 8**0.5,
+        "per_layer/proj/kernel": lambda x: x * 32**0.5,
+        "4/per_layer/norm/scale": lambda x: x * 2**0.5,
+        "4/per_layer/gate/kernel": np.zeros_like,
+    },
+    "gemma4-26b-a4b": {
+        "router/expert_scale": np.square,  # as if it were multiplied by twice
+        "router/scale": lambda x: x * 32**0.5,
+        "moe/experts/down/kernel": np.zeros_like,
+        "/mlp/down/kernel": np.zeros_like,
+        "moe_norm/scale": lambda x: x * 1.1,
+        "moe_post_norm/scale": np.ones_like,
+        "dense_post_norm/scale": np.ones_like,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_factor_that_is_wrong_shows(name, folder):
+    case, expected = CASES[name]
+    model = from_pretrained(folder(name))
+    for end, change in FACTORS[name].items():
+        found = {path: leaf for path, leaf in tree.flatten(model).items() if path.endswith(end)}
+        assert found, end
+        wrong = tree.flatten(model) | {path: jnp.asarray(change(np.asarray(leaf))) for path, leaf in found.items()}
+        mutant = tree.unflatten(_empty(model.config, case.vocab_size), wrong)
+        assert apart(logits(mutant, tokens(case.vocab_size))[:, POSITIONS], expected) > 4e-4, end
+
+
+@pytest.mark.slow
+def test_it_shows_whose_keys_and_which_values_are_used(folder, monkeypatch):
+    case, expected = CASES["gemma4-e2b"]
+    right = layout.roles
+
+    def first(mixers, sharing):
+        """Let the first layer of its kind be the source, and not the last."""
+        count = len(mixers) - sharing
+        return right(mixers[:count][::-1] + mixers[count:], sharing)[:count][::-1] + ("shared",) * sharing
+
+    with monkeypatch.context() as patched:
+        patched.setattr(layout, "roles", first)
+        mutant = from_pretrained(folder("gemma4-e2b"))
+        assert [kind.role for kind in mutant.config.kinds[:3]] == ["source", "own", "source"]
+        assert apart(logits(mutant, tokens(case.vocab_size))[:, POSITIONS], expected) > 4e-4
+    assert [kind.role for kind in mutant.config.kinds[:3]] == ["own", "source", "source"]
+    case, expected = CASES["gemma4-31b"]
+
+    def normed(self, x, scope):
+        """Take normalised keys for values."""
+        key = self._turned(self.k(x), self.k_norm, scope)
+        return key, self.k_norm(self._heads(self.k(x) if self.config.tied_values else self.v(x), scope))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Attention, "_key_value", normed)
+        mutant = from_pretrained(folder("gemma4-31b"))
+        assert apart(logits(mutant, tokens(case.vocab_size))[:, POSITIONS], expected) > 4e-4
 
 
 def _empty(config, vocab_size):
@@ -190,6 +274,35 @@ def test_other_prefixes_of_the_same_names(tmp_path, prefix):
     np.testing.assert_array_equal(tree.flatten(model)["embed/embedding"], tensors["model.embed_tokens.weight"])
 
 
+def test_layers_that_use_the_keys_of_others_may_have_some(tmp_path):
+    """As in the files of whole models, which also see and hear; what else is too much is still an error."""
+    tensors, table = tensors_of("gemma4-e2b"), CASES["gemma4-e2b"][0].table
+    moved = {name.replace("model.", "model.language_model.", 1): array for name, array in tensors.items()}
+    moved["model.vision_tower.patch.weight"] = moved["model.embed_audio.proj.weight"] = np.zeros(3, np.float32)
+    for name in ("k_proj", "v_proj", "k_norm"):
+        moved[f"model.language_model.layers.5.self_attn.{name}.weight"] = np.zeros((8, 8), np.float32)
+    whole = {"model_type": "gemma4", "text_config": table, "vision_config": {}, "tie_word_embeddings": True}
+    model = from_pretrained(rewritten(tmp_path, moved, whole))
+    assert model.config == registry.read_table(table)
+    np.testing.assert_array_equal(tree.flatten(model)["embed/embedding"], tensors["model.embed_tokens.weight"])
+    moved["model.language_model.layers.5.self_attn.o_norm.weight"] = np.zeros(8, np.float32)
+    with pytest.raises(UserError, match=r"1 difference.*\n.*not in the model: .*layers.5.self_attn.o_norm"):
+        from_pretrained(rewritten(tmp_path, moved, whole))
+
+
+def test_gemma4_spells_wide_heads_in_two_ways():
+    """transformers 5.24 lists them layer by layer; files that are older have two keys."""
+    for name in ("gemma4-e2b", "gemma4-31b"):
+        table = dict(CASES[name][0].table)
+        given = table.pop("per_layer_config")
+        heads = next(iter(given.values())).get("num_key_value_heads")
+        old = {**table, "global_head_dim": 16, "num_global_key_value_heads": heads}
+        assert registry.read_table(old) == registry.read_table(CASES[name][0].table)
+    for wrong in ({"5": {"head_dim": 12}}, {"4": {"head_dim": 12}, "5": {"head_dim": 16}}, {"5": {"rope": 1}}):
+        with pytest.raises(UserError, match=r"per_layer_config in config.json: expected head_dim"):
+            registry.read_table({**table, "per_layer_config": {"0": {"head_dim": 9}, **wrong}})
+
+
 def test_dtypes(tmp_path):
     """Each tensor keeps its own dtype, unless another is asked for."""
     import ml_dtypes
@@ -244,7 +357,7 @@ def test_both_spellings_of_rotary_positions():
 
 def test_a_model_that_no_family_can_say(tmp_path):
     model = from_pretrained(write(CASES["gemma2"][0], tmp_path / "model"))
-    with pytest.raises(UserError, match=r"config.json of a llama model can say all of this model.*arch.softcap"):
+    with pytest.raises(UserError, match=r"config.json of a llama model can say all of this model.*arch.head.softcap"):
         save_pretrained(model, tmp_path / "out", family="llama")
     with pytest.raises(UserError, match=r"'lama' is not known.*llama"):
         save_pretrained(model, tmp_path / "out", family="lama")

@@ -11,6 +11,7 @@ from flax import nnx
 
 from styrax.core import DEFAULT_RULES, tree
 from styrax.core.mesh import MeshConfig
+from styrax.models import registry
 from styrax.models.hf import from_pretrained
 
 CASES = cases()
@@ -134,10 +135,49 @@ def test_scanned_and_recomputed_is_unrolled_and_kept(name, load, trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b", "deepseek_v3"])
 def test_every_policy_of_recomputation_gives_the_same(name, load, trained):
     for scan, remat in (("off", "dots"), ("on", "dots"), ("off", "block")):
         same_training(trained(name), load(name, scan=scan, remat=remat))
+
+
+def scans(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from scans(inner)
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_keys_that_layers_share_are_kept_once(remat):
+    """The loop over layers that use them gets them from outside, and leaves no copy for the backward pass."""
+    config = registry.read_table(CASES["gemma4-e2b"][0].table)
+    config = dataclasses.replace(config, scan="on", remat=remat)
+    model = config.build(vocab_size=61, rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    grad = jax.grad(lambda p: nnx.merge(graph, p, rest)(ids_of(3)).astype("float32").sum())
+    found = [scan for scan in scans(jax.make_jaxpr(grad)(params).jaxpr) if not scan.params["reverse"]]
+    assert [scan.params["length"] for scan in found] == [1, 1, 1, 2]
+    kept = [{out.aval.shape[1:] for out in scan.outvars[scan.params["num_carry"] :]} for scan in found]
+    keys = {"local": (3, 2, LENGTH, 8), "attn": (3, 2, LENGTH, 16)}
+    assert keys["local"] in kept[1]
+    assert keys["attn"] in kept[2]
+    assert not kept[3] & set(keys.values())
+
+
+def test_layers_that_share_keys_have_no_part_of_a_cache(load, call):
+    """And what is generated, by blocks that are not looped over, is what the whole text predicts."""
+    model = load("gemma4-e2b", scan="off")
+    cache = model.init_cache(2, 8)
+    assert [part is None for part in cache.parts] == [False, False, False, True, True]
+    prompt = [5, 17, 3, 60, 22, 9, 31, 2]
+    made = list(model.generate(prompt, max_tokens=6, temperature=0.0))
+    logits = call(load("gemma4-e2b", scan="on"), jnp.asarray([prompt + made]))
+    assert jnp.argmax(logits[0, len(prompt) - 1 : -1], -1).tolist() == made
 
 
 @each()

@@ -194,7 +194,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_against_one_token_at_a_time(name, way, monkeypatch):
     if way == "ragged":  # what accelerators run
-        monkeypatch.setattr(dispatch, "on_cpu", lambda: False)
+        monkeypatch.setattr(dispatch, "on_cpu", lambda *_: False)
     kind = "dropless" if way == "ragged" else way
     layer = make(**CONFIGS[name], dispatch=kind, capacity_factor=100.0)
     x = normal(TOKENS, DIM, seed=1)
@@ -245,7 +245,7 @@ def test_gradients_of_all_ways_agree_and_reach_every_parameter(name, monkeypatch
     layers = {kind: make(**CONFIGS[name], dispatch=kind, capacity_factor=100.0) for kind in DISPATCHES}
     expected, _ = pullback(layers["dense"], x, mask, cotangent)
     found = {kind: pullback(layers[kind], x, mask, cotangent)[0] for kind in ("dropless", "capacity")}
-    monkeypatch.setattr(dispatch, "on_cpu", lambda: False)
+    monkeypatch.setattr(dispatch, "on_cpu", lambda *_: False)
     found["ragged"] = pullback(layers["dropless"], x, mask, cotangent)[0]
     for kind, grads in found.items():
         assert grads.keys() == expected.keys()
@@ -324,7 +324,7 @@ def test_capacity_drops_the_later_tokens_and_counts_them(factor, masked):
 def test_all_tokens_on_one_expert(way, monkeypatch):
     """With equal logits the experts of the lowest numbers are chosen, by every token."""
     if way == "ragged":
-        monkeypatch.setattr(dispatch, "on_cpu", lambda: False)
+        monkeypatch.setattr(dispatch, "on_cpu", lambda *_: False)
     layer = make(dispatch="dropless" if way == "ragged" else way, capacity_factor=0.5)
     layer.router.kernel.set_value(jnp.zeros((DIM, 8)))
     x = normal(200, DIM, seed=1)

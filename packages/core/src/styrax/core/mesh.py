@@ -21,15 +21,15 @@ Axes = tuple[str | None, ...]
 
 DEFAULT_RULES: Rules = MappingProxyType(
     {
-        "batch": ("data", "fsdp"),
+        "batch": ("data", "fsdp", "expert", "stage"),
         "seq": ("context",),
-        "embed": ("fsdp",),
+        "embed": ("fsdp", "expert"),
         "mlp": ("tensor",),
         "heads": ("tensor",),
         "kv_heads": ("tensor",),
         "head_dim": (),
         "vocab": ("tensor",),
-        "layers": (),
+        "layers": ("stage",),
         "expert": ("expert",),
     }
 )
@@ -43,13 +43,18 @@ class MeshConfig:
     Attributes:
         axes: Mesh axis name -> number of devices along it, in order from the slowest links to the fastest;
             one of them may be -1, which takes all devices that the others leave.
+        dcn: Mesh axis name -> how many ways of it lie across slices, which a slower network joins; the rest of the
+            axis lies within a slice. The ways multiply to the number of slices. Empty for devices of one slice.
 
     Example:
         >>> MeshConfig(axes={"data": -1, "tensor": 2}).sizes(8)
         {'data': 4, 'tensor': 2}
+        >>> MeshConfig(axes={"data": 4, "fsdp": 256}, dcn={"data": 4}).slices
+        4
     """
 
     axes: dict[str, int] = field(default_factory=lambda: {"data": -1})
+    dcn: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self)
@@ -61,8 +66,43 @@ class MeshConfig:
             problems.append(f"axes {', '.join(free)} are all -1: expected at most one")
         if not self.axes:
             problems.append("axes is empty: expected at least one, such as {'data': -1}")
+        for name, ways in self.dcn.items():
+            if name not in self.axes:
+                known = ", ".join(self.axes)
+                problems.append(f"dcn.{name}: no such axis{nearest(name, self.axes)}; the axes are {known}")
+            elif ways < 1:
+                problems.append(f"dcn.{name}: expected 1 or more ways across slices, got {ways}")
+            elif self.axes[name] > 0 and self.axes[name] % ways:
+                problems.append(
+                    f"dcn.{name}: {ways} ways across slices do not divide the axis, which is {self.axes[name]}; "
+                    "the size of an axis counts all of its devices, in all slices"
+                )
         if problems:
             raise UserError("\n".join(problems))
+
+    @property
+    def slices(self) -> int:
+        """How many slices the mesh is for."""
+        return math.prod(self.dcn.values())
+
+    def over_slices(self, slices: int) -> MeshConfig:
+        """Give a mesh for so many slices: this, or if it says nothing of slices, with the axis `data` across them.
+
+        An axis `data` that is -1 or divides by the number takes it in; otherwise the axis is made, or made longer.
+
+        Args:
+            slices: How many there are.
+
+        Example:
+            >>> MeshConfig(axes={"fsdp": -1}).over_slices(4)
+            MeshConfig(axes={'data': 4, 'fsdp': -1}, dcn={'data': 4})
+        """
+        if self.dcn or slices == 1:
+            return self
+        axes = {"data": 1, **self.axes}
+        if axes["data"] > 0 and axes["data"] % slices:
+            axes["data"] *= slices
+        return MeshConfig(axes=axes, dcn={"data": slices})
 
     def sizes(self, devices: int) -> dict[str, int]:
         """Resolve the -1 for a number of devices.
@@ -83,22 +123,53 @@ class MeshConfig:
                 f"mesh {given} needs {fixed} devices, got {devices}; "
                 "change a size, or set one axis to -1 to take what is there"
             )
-        return {name: devices // fixed if n == -1 else n for name, n in self.axes.items()}
+        sizes = {name: devices // fixed if n == -1 else n for name, n in self.axes.items()}
+        if uneven := [f"{name}={sizes[name]} by {ways}" for name, ways in self.dcn.items() if sizes[name] % ways]:
+            raise UserError(
+                f"mesh {given} on {devices} devices: the ways across slices do not divide {', '.join(uneven)}; "
+                "choose dcn whose ways divide their axes"
+            )
+        return sizes
 
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Arrange devices in a mesh, all axes `AxisType.Auto`.
+
+        Devices that know their slice are arranged by it. Others, such as CPUs, count as slices in equal runs.
 
         Args:
             devices: Which devices; all of them by default.
 
         Raises:
-            UserError: The axes do not multiply to the number of devices.
+            UserError: The axes do not multiply to the number of devices, or `dcn` not to the number of slices.
         """
         import jax
 
         devices = jax.devices() if devices is None else list(devices)
         sizes = self.sizes(len(devices))
+        if self.slices > 1 or len(slices_of(devices)) > 1:
+            return jax.sharding.Mesh(self._across(devices, sizes), tuple(sizes), axis_types=_auto(len(sizes)))
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(len(sizes)), devices=devices)
+
+    def _across(self, devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+        """Arrange devices of several slices, the ways across slices of each axis before those within."""
+        import numpy as np
+
+        found = slices_of(devices)
+        if found and len(found) != self.slices:
+            said = ", ".join(f"{name}={ways}" for name, ways in self.dcn.items()) or "nothing"
+            raise UserError(
+                f"mesh.dcn says {said} across slices, which is {self.slices} slice(s), and the devices are in "
+                f"{len(found)}; set it, such as dcn = {{ data = {len(found)} }}, so that the ways multiply to that"
+            )
+        outer = tuple(self.dcn.get(name, 1) for name in sizes)
+        inner = tuple(size // ways for size, ways in zip(sizes.values(), outer))
+        if found:
+            from jax.experimental.mesh_utils import create_hybrid_device_mesh
+
+            return create_hybrid_device_mesh(inner, outer, devices)
+        order = [axis + half * len(sizes) for axis in range(len(sizes)) for half in (0, 1)]
+        grid = np.array(devices, dtype=object).reshape(*outer, *inner)
+        return grid.transpose(order).reshape(tuple(sizes.values()))
 
     def abstract(self, n: int) -> AbstractMesh:
         """Give the mesh's shape for `n` devices that need not exist, to plan and compile ahead.
@@ -116,6 +187,17 @@ class MeshConfig:
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(len(sizes)))
 
 
+def slices_of(devices: Iterable[Any]) -> list[int]:
+    """List the slices that devices say they are in; empty where they do not know, as on a CPU.
+
+    >>> import jax
+    >>> slices_of(jax.devices("cpu"))
+    []
+    """
+    found = {getattr(device, "slice_index", None) for device in devices if device.platform != "cpu"}
+    return sorted(index for index in found if index is not None)
+
+
 def idle_axes(names: Iterable[str], rules: Rules = DEFAULT_RULES) -> list[str]:
     """Name the mesh axes that no rule uses: nothing would be split over them, and their devices do the same work.
 
@@ -129,7 +211,7 @@ def idle_axes(names: Iterable[str], rules: Rules = DEFAULT_RULES) -> list[str]:
     Example:
         >>> idle_axes(["fsdp", "tensr"])
         ["tensr: no rule splits anything over this mesh axis (did you mean 'tensor'?); the axes with rules are \
-data, fsdp, context, tensor, expert"]
+data, fsdp, expert, stage, context, tensor"]
     """
     used = list(dict.fromkeys(axis for axes in rules.values() for axis in axes))
     return [

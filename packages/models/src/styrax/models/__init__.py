@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from styrax.core import lazy_exports
 
 if TYPE_CHECKING:
-    from styrax.models.arch import MLP, Arch, Attn, Delta, Latent, Norm
+    from styrax.models.arch import MLP, Arch, Attn, Delta, Head, Latent, Norm, PerLayer, Sharing, Tuning
     from styrax.models.cache import KVCache
-    from styrax.models.config import DecoderConfig, Scales
+    from styrax.models.config import DecoderConfig, Runtime, Scales
     from styrax.models.cost import Cost, cost_of
     from styrax.models.decoder import Decoder, Hidden
     from styrax.models.decoding import Runner
@@ -22,16 +22,31 @@ if TYPE_CHECKING:
     from styrax.models.hf.save_encoder import save_encoder
     from styrax.models.losses import LossTerm
     from styrax.models.moe_config import Clamped, Groups, MoE, Routing, Shared
+    from styrax.models.mtp import MTP
     from styrax.models.rope_config import Llama3, LongRope, Rope, Yarn
     from styrax.models.sampling import Sampling
     from styrax.models.sharding import decoder_axes
     from styrax.models.stack import unstack
+    from styrax.models.surgery import (
+        Frozen,
+        Grafted,
+        drop_mtp,
+        freeze,
+        graft,
+        keep_layers,
+        swap,
+        thaw,
+        tie,
+        untie,
+    )
     from styrax.models.text import TextStream, stream_text
     from styrax.models.towers import Towers
     from styrax.models.towers_config import TowersConfig
+    from styrax.models.view import view
 
 __all__ = [
     "MLP",
+    "MTP",
     "Arch",
     "Attn",
     "Clamped",
@@ -43,7 +58,10 @@ __all__ = [
     "Encoded",
     "Encoder",
     "EncoderConfig",
+    "Frozen",
+    "Grafted",
     "Groups",
+    "Head",
     "Hidden",
     "KVCache",
     "Latent",
@@ -52,28 +70,41 @@ __all__ = [
     "LossTerm",
     "MoE",
     "Norm",
+    "PerLayer",
     "Rope",
     "Routing",
     "Runner",
+    "Runtime",
     "Sampling",
     "Scales",
     "Shared",
+    "Sharing",
     "TextStream",
     "Towers",
     "TowersConfig",
+    "Tuning",
     "Yarn",
     "cost_of",
     "decoder_axes",
+    "drop_mtp",
     "encoder_axes",
     "encoder_from_pretrained",
+    "freeze",
     "from_gguf",
     "from_pretrained",
     "generate",
     "generate_batch",
+    "graft",
+    "keep_layers",
     "save_encoder",
     "save_pretrained",
     "stream_text",
+    "swap",
+    "thaw",
+    "tie",
     "unstack",
+    "untie",
+    "view",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -90,7 +121,10 @@ __getattr__, __dir__ = lazy_exports(
         "Encoded": "encoder",
         "Encoder": "encoder",
         "EncoderConfig": "encoder_config",
+        "Frozen": "surgery",
+        "Grafted": "surgery",
         "Groups": "moe_config",
+        "Head": "arch",
         "Hidden": "decoder",
         "KVCache": "cache",
         "Latent": "arch",
@@ -98,29 +132,43 @@ __getattr__, __dir__ = lazy_exports(
         "LongRope": "rope_config",
         "LossTerm": "losses",
         "MLP": "arch",
+        "MTP": "mtp",
         "MoE": "moe_config",
         "Norm": "arch",
+        "PerLayer": "arch",
         "Rope": "rope_config",
         "Routing": "moe_config",
         "Runner": "decoding",
+        "Runtime": "config",
         "Sampling": "sampling",
         "Scales": "config",
         "Shared": "moe_config",
+        "Sharing": "arch",
         "TextStream": "text",
         "Towers": "towers",
         "TowersConfig": "towers_config",
+        "Tuning": "arch",
         "Yarn": "rope_config",
         "cost_of": "cost",
         "decoder_axes": "sharding",
+        "drop_mtp": "surgery",
         "encoder_axes": "encoder_sharding",
         "encoder_from_pretrained": "hf.load_encoder",
+        "freeze": "surgery",
         "from_gguf": "hf.load_gguf",
         "from_pretrained": "hf.load",
         "generate": "generate",
         "generate_batch": "generate",
+        "graft": "surgery",
+        "keep_layers": "surgery",
         "save_encoder": "hf.save_encoder",
         "save_pretrained": "hf.save",
         "stream_text": "text",
+        "swap": "surgery",
+        "thaw": "surgery",
+        "tie": "surgery",
         "unstack": "stack",
+        "untie": "surgery",
+        "view": "view",
     },
 )

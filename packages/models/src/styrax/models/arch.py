@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from styrax.core.config import Positive, PositiveFloat, check
+from styrax.core.config import NonNegative, NonNegativeFloat, Positive, PositiveFloat, check
 from styrax.models.moe_config import MoE
 from styrax.models.rope_config import Rope
 
@@ -49,6 +49,25 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tuning:
+    r"""Queries that grow with their position $p$: they are multiplied by $1 + a \ln(1 + \lfloor (p + 1) / f \rfloor)$.
+
+    Attributes:
+        scale: $a$.
+        floor: $f$.
+
+    Raises:
+        ValueError: A value is of the wrong type or out of its limits; all are listed.
+    """
+
+    scale: PositiveFloat = 0.1
+    floor: PositiveFloat = 8192.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attn:
     r"""Grouped-query attention, $\mathrm{softmax}(\mathrm{mask}(t \tanh(c\, q k^\top / t)))\, v$.
 
@@ -60,6 +79,7 @@ class Attn:
         qk_norm: Normalise queries and keys: "head" over each head and before the rotation, "flat" over all heads
             at once, "l2" over each head, after the rotation and without parameters.
         v_norm: Divide values by their root mean square, over each head.
+        tied_values: Values are the keys as projected, before these are normalised and rotated.
         softcap: $t$; none means no cap. It comes before the mask.
         sinks: Each head has a learned score that takes its share of the softmax and gives nothing.
         gated: Multiply the result by the sigmoid of a projection of the input.
@@ -67,9 +87,7 @@ class Attn:
         chunk: A token sees those before it in its own chunk of so many; none means no chunks.
         clip: Limit queries, keys and values to plus or minus this.
         rope: Rotary positions of this kind of layer; none means the model's.
-        tuning_scale: $a$ and, of the next, $f$: queries at position $p$ are multiplied by
-            $1 + a \ln(1 + \lfloor (p + 1) / f \rfloor)$; none means not.
-        tuning_floor: $f$.
+        tuning: Let queries grow with their position; none means not.
 
     Raises:
         ValueError: A value is of the wrong type or out of its limits, or both `window` and `chunk` are given.
@@ -85,6 +103,7 @@ class Attn:
     out_bias: bool = False
     qk_norm: Literal["none", "head", "flat", "l2"] = "none"
     v_norm: bool = False
+    tied_values: bool = False
     softcap: PositiveFloat | None = None
     sinks: bool = False
     gated: bool = False
@@ -92,8 +111,7 @@ class Attn:
     chunk: Positive | None = None
     clip: PositiveFloat | None = None
     rope: Rope | None = None
-    tuning_scale: PositiveFloat | None = None
-    tuning_floor: PositiveFloat = 8192.0
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -199,6 +217,84 @@ class MLP:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Last layers that make no keys and values, but use those of an earlier layer.
+
+    A layer uses what the last layer of its own kind makes, of those that come before all that share.
+
+    Source: Brandon et al., "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention" (2024), section 2.
+
+    Attributes:
+        layers: How many.
+        mlp_mult: Width of their dense MLPs, in that of the other layers.
+
+    Raises:
+        ValueError: A value is of the wrong type or out of its limits; all are listed.
+
+    Example:
+        >>> Sharing(layers=20, mlp_mult=2).layers
+        20
+    """
+
+    layers: Positive
+    mlp_mult: Positive = 1
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayer:
+    """A small embedding of each token for each layer, which goes into the residual stream through a gate.
+
+    Attributes:
+        dim: Its width.
+        vocab_size: Rows of its table; none means those of the model's embedding.
+
+    Raises:
+        ValueError: A value is of the wrong type or out of its limits; all are listed.
+
+    Example:
+        >>> PerLayer(dim=128).vocab_size is None
+        True
+    """
+
+    dim: Positive = 256
+    vocab_size: Positive | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    r"""What makes logits of the last activations, and what else is predicted from them.
+
+    Attributes:
+        bias: Add a learned bias to the logits.
+        softcap: Limit logits to plus or minus $t$ by $t \tanh(z / t)$; none means not.
+        mtp: How many tokens beyond the next one training also predicts, each by one more block (multi-token
+            prediction); generation does without them.
+        mtp_coef: Of the mean of their cross-entropies in the objective.
+
+    Raises:
+        ValueError: A value is of the wrong type or out of its limits; all are listed.
+
+    Example:
+        >>> Head(softcap=30.0).mtp
+        0
+    """
+
+    bias: bool = False
+    softcap: PositiveFloat | None = None
+    mtp: NonNegative = 0
+    mtp_coef: NonNegativeFloat = 0.3
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arch:
     """How the blocks are made and in which order they come.
 
@@ -217,8 +313,9 @@ class Arch:
         moe: Experts of the sparse layers; none means that there are none.
         sparse: Which layers are sparse, one value each, or one cycle.
         learned_positions: Add a learned vector for each position, up to the model's `max_len`.
-        head_bias: Add a learned bias to the logits.
-        softcap: Limit logits to plus or minus $t$ by $t \tanh(z / t)$; none means not.
+        head: What becomes of the last activations.
+        sharing: Last layers that use the keys and values of earlier ones; none means that there are none.
+        per_layer: Embeddings of its own for each layer; none means that there are none.
 
     Raises:
         ValueError: Values do not fit together; all problems are listed.
@@ -240,8 +337,9 @@ class Arch:
     moe: MoE | None = None
     sparse: tuple[bool, ...] = (True,)
     learned_positions: bool = False
-    head_bias: bool = False
-    softcap: PositiveFloat | None = None
+    head: Head = field(default_factory=Head)
+    sharing: Sharing | None = None
+    per_layer: PerLayer | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -254,5 +352,11 @@ class Arch:
         problems += [] if self.sparse else ["sparse: expected at least one value, got none"]
         if self.parallel and self.placement != "pre":
             problems.append(f'placement: expected "pre" for parallel blocks, got {self.placement!r}')
+        if self.head.mtp and (self.sharing is not None or self.per_layer is not None):
+            problems.append(f"head.mtp: expected 0 beside sharing and per_layer, got {self.head.mtp}")
+        if self.parallel and self.moe is not None and self.moe.beside_mlp:
+            problems.append("moe.beside_mlp: expected false for parallel blocks, got true")
+        if self.head.mtp and self.per_layer is not None:
+            problems.append(f"head.mtp: expected 0 with per_layer, which has nothing for it, got {self.head.mtp}")
         if problems:
             raise ValueError("\n".join(problems))

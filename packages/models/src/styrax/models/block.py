@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from styrax.models.layers.attention import Attention
@@ -16,6 +17,8 @@ from styrax.models.layers.latent import LatentAttention
 from styrax.models.layers.mlp import MLP
 from styrax.models.layers.moe import Mixture
 from styrax.models.layers.norm import Norm
+from styrax.models.layers.per_layer import PerLayerGate
+from styrax.models.layers.router import Buffer
 
 if TYPE_CHECKING:
     from jax import Array
@@ -37,7 +40,12 @@ class Block(nnx.Module):
         attn_norm: Of what enters the attention, unless only results are normalised; `mlp_norm` alike.
         attn: The attention; `delta` in its place, if the layer is a recurrence.
         attn_post_norm: Of the attention's result, if results are normalised; `mlp_post_norm` alike.
-        mlp: The MLP; `moe` in its place, if the layer has experts.
+        mlp: The MLP; `moe` in its place, or beside it, if the layer has experts.
+        moe_norm: Of what enters experts that are beside an MLP; `moe_post_norm` of what leaves them, and
+            `dense_post_norm` of what leaves that MLP, before both are added.
+        per_layer: Lets an embedding of this layer's own in, if the config asks for it.
+        scale: `[1]`, multiplies what leaves the block, if the config asks for it; a `Buffer`, so that it is no
+            `nnx.Param`.
     """
 
     def __init__(self, config: DecoderConfig, kind: Kind, policy: Policy, key: Key[Array, ""]):
@@ -70,18 +78,33 @@ class Block(nnx.Module):
                 head_dim=config.head_width_of(part),
                 norm=arch.norm,
                 scale=scales.attn_scale,
+                shared=kind.role == "shared",
                 key=mixer,
                 **common,
             )
+        self.beside = kind.sparse and arch.moe is not None and arch.moe.beside_mlp
         if kind.sparse and arch.moe is not None:
             self.moe = Mixture(dim, arch.moe, key=mlp, **common)
-        else:
-            self.mlp = MLP(dim, config.mlp_width, arch.mlp, key=mlp, **common)
+        if self.beside:
+            if arch.placement != "post":
+                self.moe_norm = Norm(dim, arch.norm, policy=policy)
+            if arch.placement != "pre":
+                self.moe_post_norm = Norm(dim, arch.norm, policy=policy)
+                self.dense_post_norm = Norm(dim, arch.norm, policy=policy)
+        if self.beside or not kind.sparse:
+            dense = jax.random.fold_in(mlp, 1) if self.beside else mlp
+            self.mlp = MLP(dim, config.mlp_width_of(kind), arch.mlp, key=dense, **common)
+        if arch.per_layer is not None:
+            gate: dict[str, Any] = {"norm": arch.norm, "activation": arch.mlp.activation, **common}
+            self.per_layer = PerLayerGate(dim, arch.per_layer, key=jax.random.fold_in(key, 2), **gate)
+        if scales.block_scale:
+            self.scale = Buffer(jnp.ones(1, policy.param_dtype))
         self.kind = kind
         self.placement = arch.placement
         self.parallel = arch.parallel
         self.dropout = config.dropout
         self.residual_mult = scales.residual_mult
+        self.scaled = scales.block_scale
 
     def __call__(
         self,
@@ -92,7 +115,8 @@ class Block(nnx.Module):
         layer: int | Int[Array, ""],
         index: int | Int[Array, ""],
         key: Key[Array, ""] | None,
-    ) -> tuple[Float[Array, "... embed"], Any, Any]:
+        own: Float[Array, "... per_layer"] | None = None,
+    ) -> tuple[Float[Array, "... embed"], Any, Any, dict[str, tuple[Array, Array]]]:
         """Run the block.
 
         Args:
@@ -102,28 +126,45 @@ class Block(nnx.Module):
             layer: The block's number in the model.
             index: Its number in its stack.
             key: For dropout, the same for all blocks; `None` drops nothing.
+            own: The embeddings of this layer, if the config asks for such.
 
         Returns:
-            The residual stream, the cache, and what the experts' router reports, `None` without experts.
+            The residual stream, the cache, what the experts' router reports, `None` without experts, and the keys
+            and values for layers that have none, by the name of this layer's kind: of a source only.
         """
         attn_key, mlp_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, layer))
         pre, post = self.placement != "post", self.placement != "pre"
         normed = self.attn_norm(x) if pre else x
-        mixer = self.delta if self.kind.mixer == "delta" else self.attn
-        out, cache = mixer(normed, scope, index, cache)
+        lent: dict[str, tuple[Array, Array]] = {}
+        if self.kind.role == "source":
+            assert isinstance(self.attn, Attention)
+            out, cache, lent[self.kind.mixer] = self.attn.lend(normed, scope, index, cache)
+        else:
+            out, cache = (self.delta if self.kind.mixer == "delta" else self.attn)(normed, scope, index, cache)
         out = self.attn_post_norm(out) if post else out
         mixed = fence(x + times(self.residual_mult, dropout(out, self.dropout, attn_key)))
         if not self.parallel:
             normed = self.mlp_norm(mixed) if pre else mixed
-        out, report = self._mlp(normed, scope)
+        out, report = self._mlp(normed, mixed, scope)
         out = self.mlp_post_norm(out) if post else out
-        return fence(mixed + times(self.residual_mult, dropout(out, self.dropout, mlp_key))), cache, report
+        x = fence(mixed + times(self.residual_mult, dropout(out, self.dropout, mlp_key)))
+        if own is not None:
+            x = fence(x + times(self.residual_mult, self.per_layer(x, own)))
+        return (x * self.scale[...].astype(x.dtype) if self.scaled else x), cache, report, lent
 
-    def _mlp(self, x: Float[Array, "... embed"], scope: Scope) -> tuple[Float[Array, "... embed"], Any]:
+    def _mlp(
+        self, normed: Float[Array, "... embed"], x: Float[Array, "... embed"], scope: Scope
+    ) -> tuple[Float[Array, "... embed"], Any]:
         if not self.kind.sparse:
-            return self.mlp(x), None
+            return self.mlp(normed), None
         mask = None if scope.real is None else scope.real.reshape(x.shape[:-1])
-        return self.moe(x, mask=mask, batch=math.prod(x.shape[:-1]) // scope.place.shape[1])
+        given: dict[str, Any] = {"mask": mask, "batch": math.prod(x.shape[:-1]) // scope.place.shape[1]}
+        if not self.beside:
+            return self.moe(normed, **given)
+        pre, post = self.placement != "post", self.placement != "pre"
+        routed, report = self.moe(self.moe_norm(x) if pre else x, router_input=x, **given)
+        dense = self.mlp(normed)
+        return (self.dense_post_norm(dense) + self.moe_post_norm(routed) if post else dense + routed), report
 
 
 def times(factor: float, x: Float[Array, "..."]) -> Float[Array, "..."]:

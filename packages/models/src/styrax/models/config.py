@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from styrax.core import Policy
-from styrax.core.config import Fraction, NonNegativeFloat, Positive, PositiveFloat, check
+from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, check
 from styrax.models import layout
 from styrax.models.arch import Arch, Attn
+from styrax.models.attention import AUTO, check_name
 from styrax.models.rope_config import Rope
 from styrax.models.sharding import LogicalAxes, decoder_axes
 
@@ -31,6 +32,8 @@ class Scales:
         embed_scale: Factor of the embedding, as it enters the first block.
         attn_scale: Factor of the products of query and key; none means `head_dim ** -0.5`.
         residual_mult: Factor of what attention and MLP add to the residual stream.
+        block_scale: Multiply what leaves a block by a number of its own, initially 1. It belongs to the model, but
+            no gradient trains it.
         logit_mult: Factor of the logits, in the policy's output dtype.
         init_std: Initial standard deviation of the embedding, the head and, before the next two, the kernels.
         hidden_init_mult: Factor of it for the kernels of the blocks.
@@ -49,6 +52,7 @@ class Scales:
     embed_scale: PositiveFloat = 1.0
     attn_scale: PositiveFloat | None = None
     residual_mult: PositiveFloat = 1.0
+    block_scale: bool = False
     logit_mult: PositiveFloat = 1.0
     init_std: PositiveFloat = 0.02
     hidden_init_mult: PositiveFloat = 1.0
@@ -57,6 +61,41 @@ class Scales:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """How a model is computed; the results are the same.
+
+    Attributes:
+        attention: What computes softmax attention: one of `styrax.models.attention.names`, or "auto", the fastest for
+            the platform that can.
+        microbatches: On a mesh with an axis `stage`, into how many parts a pipeline cuts the rows of each device; 0
+            takes the most that divide them, up to four for each stage.
+        repeats: How often a pipeline goes round its stages, each holding as many runs of layers: more of it makes
+            the pipeline wait less, and send more.
+
+    Raises:
+        ValueError: A value is of the wrong type or out of its limits, or there is no such attention.
+
+    Example:
+        >>> Runtime(attention="splash").microbatches
+        0
+    """
+
+    attention: str = AUTO
+    microbatches: NonNegative = 0
+    repeats: Positive = 1
+
+    def __post_init__(self) -> None:
+        problems = []
+        for look in (lambda: check(self), lambda: check_name(self.attention)):
+            try:
+                look()
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +117,7 @@ class DecoderConfig:
             keep its activations ("none"); "auto" recomputes, except on a CPU.
         scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU.
             Parameters and results are the same.
+        runtime: Which attention computes it, and how a pipeline is filled.
         max_len: Longest context, in tokens, that generation looks back on.
         scales: Constant factors in the forward pass and the initial values.
         arch: What the blocks are made of.
@@ -103,6 +143,7 @@ class DecoderConfig:
     dropout: Fraction = 0.0
     remat: Literal["none", "block", "dots", "auto"] = "auto"
     scan: Literal["auto", "on", "off"] = "auto"
+    runtime: Runtime = field(default_factory=Runtime)
     max_len: Positive = 1024
     scales: Scales = field(default_factory=Scales)
     arch: Arch = field(default_factory=Arch)
@@ -132,7 +173,28 @@ class DecoderConfig:
             given = len(getattr(self.arch, name))
             if given > self.num_layers:
                 problems.append(f"arch.{name}: expected at most num_layers = {self.num_layers} values, got {given}")
-        return list(dict.fromkeys(problems))
+        return list(dict.fromkeys(problems + self._sharing_misfits()))
+
+    def _sharing_misfits(self) -> list[str]:
+        if self.arch.sharing is None:
+            return []
+        own = self.num_layers - self.arch.sharing.layers
+        if own < 1:
+            return [
+                f"arch.sharing.layers: expected less than num_layers = {self.num_layers}, "
+                f"got {self.arch.sharing.layers}"
+            ]
+        mixers = [self.arch.layers[layer % len(self.arch.layers)] for layer in range(self.num_layers)]
+        problems = [
+            f"arch.sharing: layers of {name} have no keys and values of another layer to use; expected attn and local"
+            for name in dict.fromkeys(mixers[own:])
+            if name not in ("attn", "local")
+        ]
+        return problems + [
+            f"arch.sharing.layers: of the {own} layers before those that share, none is of the kind {name}"
+            for name in dict.fromkeys(mixers[own:])
+            if name not in mixers[:own]
+        ]
 
     def _heads_misfits(self, name: str, part: Attn) -> list[str]:
         problems = []
@@ -157,6 +219,11 @@ class DecoderConfig:
         """Width of a head of one kind of attention layer."""
         return part.head_dim or self.head_width
 
+    def mlp_width_of(self, kind: layout.Kind) -> int:
+        """Hidden width of the dense MLP of one kind of layer."""
+        sharing = self.arch.sharing if kind.role == "shared" else None
+        return self.mlp_width * (1 if sharing is None else sharing.mlp_mult)
+
     def rope_of(self, part: Attn) -> Rope:
         """Rotary positions of one kind of attention layer."""
         return part.rope or self.rope
@@ -170,14 +237,11 @@ class DecoderConfig:
         >>> [kind.mixer for kind in config.kinds]
         ['local', 'attn', 'local']
         """
-        arch = self.arch
-        return tuple(
-            layout.Kind(
-                arch.layers[layer % len(arch.layers)],
-                arch.moe is not None and arch.sparse[layer % len(arch.sparse)],
-            )
-            for layer in range(self.num_layers)
-        )
+        arch, count = self.arch, self.num_layers
+        mixers = tuple(arch.layers[layer % len(arch.layers)] for layer in range(count))
+        sparse = tuple(arch.moe is not None and arch.sparse[layer % len(arch.sparse)] for layer in range(count))
+        roles = layout.roles(mixers, 0 if arch.sharing is None else arch.sharing.layers)
+        return tuple(layout.Kind(*each) for each in zip(mixers, sparse, roles, strict=True))
 
     @property
     def plan(self) -> tuple[tuple[layout.Stack, ...], tuple[layout.Segment, ...]]:
@@ -221,6 +285,32 @@ class DecoderConfig:
     def logical_axes(self) -> LogicalAxes:
         """Name the axes of every parameter, by path."""
         return decoder_axes(self)
+
+    def train_flops_per_token(self, *, vocab_size: int, length: int) -> dict[str, float]:
+        """Count the arithmetic of training on a token, by the two conventions in use; see `styrax.models.cost`.
+
+        Args:
+            vocab_size: Rows of the embedding.
+            length: Tokens per document.
+
+        Returns:
+            `causal` counts the pairs of tokens that see one another; `full` counts as many keys for each query as the
+            last one has, which is what `12 * layers * width * length` in other projects' figures stands for.
+
+        >>> config = DecoderConfig(num_layers=1, embed_dim=64, num_heads=1, mlp_dim=64)
+        >>> config.train_flops_per_token(vocab_size=100, length=15)  # 35,072 numbers in products
+        {'causal': 216576.0, 'full': 221952.0}
+        """
+        from styrax.models.cost import cost_of
+
+        cost = cost_of(self, vocab_size=vocab_size)
+        more = 0
+        for each in (cost, cost.further):
+            if each is not None:
+                more += each.attention_flops_per_pair * (length - 1)
+                more += sum(flops * (min(most, length) - 1) for most, flops in each.window_flops_per_pair)
+        # A lone token sees itself; the backward pass costs twice the forward pass.
+        return {"causal": float(cost.train_flops(length)), "full": float(cost.train_flops(1) + 3 * more)}
 
 
 @functools.lru_cache(maxsize=64)

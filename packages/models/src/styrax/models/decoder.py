@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from styrax.core import UserError
+from styrax.models import objective, pipeline
 from styrax.models.arch import Attn, Latent
 from styrax.models.block import Block, times
-from styrax.models.cache import KVCache, Latents, Slots, States
+from styrax.models.cache import KVCache, Latents, Slots, States, slots_for
 from styrax.models.generate import generate
 from styrax.models.layers.attention import Reach, Scope
 from styrax.models.layers.dropout import dropout
@@ -21,10 +22,13 @@ from styrax.models.layers.embed import Embed
 from styrax.models.layers.fence import fence, rows
 from styrax.models.layers.linear import Linear
 from styrax.models.layers.mask import Mask, document_mask, document_positions
+from styrax.models.layers.meshes import Here, mesh_of
 from styrax.models.layers.norm import Norm
+from styrax.models.layers.per_layer import PerLayerEmbed
+from styrax.models.layers.product import product
 from styrax.models.layers.rope import rotation
-from styrax.models.losses import LossTerm, next_token, routers
-from styrax.models.stack import in_order, remat_of, run_scanned, run_unrolled, scans, stack
+from styrax.models.mtp import MTP
+from styrax.models.stack import Step, Turn, in_order, remat_of, run_scanned, run_unrolled, scans, stack
 
 if TYPE_CHECKING:
     from jax import Array
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
     from styrax.core import Policy
     from styrax.models.config import DecoderConfig
+    from styrax.models.losses import LossTerm
 
 
 class Hidden(NamedTuple):
@@ -61,8 +66,10 @@ class Decoder(nnx.Module):
         layers: The blocks, as one `Block` with a leading axis on every array; if they are of several kinds, a list
             of such stacks, in the order of the config's `plan`.
         positions: The learned positions, if there are any.
+        per_layer: Makes the embeddings that layers have of their own, if there are any.
         final_norm: Before the head.
         head: The output head of an untied model.
+        mtp: What predicts tokens beyond the next one, stacked like blocks, if the config asks for it.
         config: What it was built from.
         vocab_size: Token ids are in `[0, vocab_size)`.
         policy: Dtypes of parameters, computation and logits.
@@ -90,14 +97,29 @@ class Decoder(nnx.Module):
                 stack(lambda key, kind=each.kind: Block(config, kind, policy, key), len(each.layers), key)
                 for each, key in zip(stacks, keys, strict=True)
             )
+        if config.arch.per_layer is not None:
+            self.per_layer = PerLayerEmbed(
+                dim,
+                config.num_layers,
+                config.arch.per_layer,
+                vocab_size=vocab_size,
+                norm=config.arch.norm,
+                init_std=std,
+                std=std * config.scales.hidden_init_mult,
+                policy=policy,
+                key=jax.random.fold_in(embed, 2),
+            )
         if config.arch.learned_positions:
             places = jax.random.fold_in(embed, 1)
             self.positions = Embed(config.max_len, dim, std=std, policy=policy, key=places)
         self.final_norm = Norm(dim, config.arch.norm, policy=policy)
-        if config.arch.head_bias:
+        if config.arch.head.bias:
             self.head_bias = nnx.Param(jnp.zeros(vocab_size, policy.param_dtype))
         if not config.tied:
             self.head = Linear(dim, vocab_size, std=std, policy=policy, key=head)
+        if config.arch.head.mtp:
+            further = jax.random.fold_in(layers, 1)
+            self.mtp = stack(lambda key: MTP(config, policy, key), config.arch.head.mtp, further)
         self.config = config
         self.vocab_size = vocab_size
         self.policy = policy
@@ -138,8 +160,11 @@ class Decoder(nnx.Module):
 
     def blocks(self) -> tuple[Block, ...]:
         """Give the blocks as the config's `scan` wants them: the stacks themselves, or cut into single blocks."""
-        stacks = (self.layers,) if isinstance(self.layers, Block) else tuple(self.layers)
-        return stacks if scans(self.config.scan) else in_order(self.config.plan[0], stacks)
+        looped = scans(self.config.scan, self.embed.embedding[...])
+        return self._stacks() if looped else in_order(self.config.plan[0], self._stacks())
+
+    def _stacks(self) -> tuple[Block, ...]:
+        return (self.layers,) if isinstance(self.layers, Block) else tuple(self.layers)
 
     def hidden(
         self,
@@ -159,39 +184,66 @@ class Decoder(nnx.Module):
         """
         _check_shapes(tokens, positions=positions, segment_ids=segment_ids)
         config = self.config
-        scope = self._scope(tokens, positions, segment_ids, cache)
+        scope = self.scope(tokens, positions, segment_ids, cache)
         key = rngs.dropout() if rngs is not None and config.dropout else None
 
-        def step(block: Any, layer: Any, index: Any, x: Any, part: Any) -> tuple[Any, Any, Any]:
-            return block(x, part, scope=scope, layer=layer, index=index, key=key)
+        def step_in(scope: Scope) -> Step:
+            def step(block: Any, turn: Turn, x: Any, part: Any) -> tuple[Any, Any, Any, Any]:
+                seen, at = scope._replace(lent=turn.lent), {"layer": turn.layer, "index": turn.place}
+                return block(x, part, scope=seen, key=key, own=turn.own, **at)
+
+            return step
 
         x = times(config.scales.embed_scale, self.embed(tokens))
+        per_layer = None if config.arch.per_layer is None else self.per_layer(tokens, x)
         if config.arch.learned_positions:
             x = x + self.positions(scope.positions)
         if segment_ids is not None:  # whatever stands at padding, even an id that is none, reaches nobody
             x = jnp.where((segment_ids != 0)[..., None], x, 0)
+            if per_layer is not None:
+                per_layer = jnp.where((segment_ids != 0)[..., None, None], per_layer, 0)
         embed_key = None if key is None else jax.random.fold_in(key, config.num_layers)
         x = rows(dropout(x, config.dropout, embed_key))
+        if per_layer is not None:
+            per_layer = jnp.moveaxis(per_layer, 2, 0).reshape(config.num_layers, *x.shape[:-1], -1)
         stacks, segments = config.plan
         parts = (None,) * len(stacks) if cache is None else cache.parts
-        remat = cache is None and remat_of(config.remat)
-        if scans(self.config.scan):
-            x, parts, reports = run_scanned(step, segments, blocks, x, parts, remat=remat)
+        remat = cache is None and remat_of(config.remat, self.embed.embedding[...])
+        here, step = mesh_of(self.embed.embedding[...]), step_in(scope)
+        if cache is None and here.free.get(pipeline.AXIS, 1) > 1:
+            x, reports = self._pipelined(step_in, x.reshape(*tokens.shape, -1), positions, segment_ids, here)
+        elif scans(config.scan, self.embed.embedding[...]):
+            x, parts, reports = run_scanned(step, segments, blocks, x, parts, remat=remat, rows=per_layer)
         else:
-            x, parts, reports = run_unrolled(step, stacks, blocks, x, parts, remat=remat)
+            x, parts, reports = run_unrolled(step, stacks, blocks, x, parts, remat=remat, rows=per_layer)
         x = self.final_norm(x).reshape(*tokens.shape, -1)
         if cache is not None and scope.slots is not None:
             cache = replace(cache, parts=parts).advance(scope.slots)
             x = jnp.where(cache.lengths[:, None, None] > cache.capacity, jnp.nan, x)
         return Hidden(x, cache, tuple(each for each in reports if each is not None))
 
-    def _scope(self, tokens: Array, positions: Array | None, segment_ids: Array | None, cache: KVCache | None) -> Scope:
+    def _pipelined(
+        self, step_in: Any, x: Array, positions: Any, segment_ids: Any, here: Here
+    ) -> tuple[Array, tuple[Any, ...]]:
+        config, segments = self.config, self.config.plan[1]
+        if config.arch.per_layer is not None or config.arch.sharing is not None:
+            raise UserError("a pipeline (mesh axis stage) cannot run layers that share keys or have embeddings each")
+        plan = pipeline.schedule(config.runtime, segments, len(x), here)
+        remat = remat_of(config.remat, self.embed.embedding[...])
+
+        def make_step(given: Any) -> Step:
+            tokens = jnp.zeros((len(x) // plan.microbatches, x.shape[1]), "int32")
+            return step_in(self.scope(tokens, given[0], given[1], None))
+
+        shared: dict[str, Any] = {"plan": plan, "here": here, "remat": remat}
+        return pipeline.run_pipelined(make_step, segments[0], self._stacks(), x, (positions, segment_ids), **shared)
+
+    def scope(self, tokens: Array, positions: Array | None, segment_ids: Array | None, cache: KVCache | None) -> Scope:
         """Make what all blocks share; what differs between kinds of attention, once for each kind."""
         config, seq = self.config, tokens.shape[1]
         slots = None if cache is None else cache.slots(tokens, segment_ids)
         place = document_positions(seq, segment_ids) if slots is None else slots
         positions = place if positions is None else positions
-        keys = place if cache is None else jnp.arange(cache.capacity)[None]
         mask = document_mask(seq, segment_ids) if cache is None or slots is None else cache.mask(slots)
         ropes, reach = {}, {}
         for name in dict.fromkeys(config.arch.layers):
@@ -200,7 +252,11 @@ class Decoder(nnx.Module):
             if isinstance(part, Attn):
                 width, rope = config.head_width_of(part), config.rope_of(part)
                 # Beyond a window it is places in the row that count: within one document they differ alike.
-                near = mask.within(place, keys, window=part.window, chunk=part.chunk)
+                reached = {"window": part.window, "chunk": part.chunk}
+                if cache is None or slots is None:
+                    near = mask.within(place, place, **reached)
+                else:
+                    near = cache.mask(slots, **reached)
             elif isinstance(part, Latent):
                 width, rope = part.rope_dim, config.rope
             else:
@@ -209,7 +265,7 @@ class Decoder(nnx.Module):
                 ropes[rope, width] = rotation(positions, width, rope)
             reach[name] = Reach(near, ropes[rope, width])
         real = None if segment_ids is None else segment_ids != 0
-        return Scope(reach, positions, place, real, slots)
+        return Scope(reach, positions, place, real, slots, attention=config.runtime.attention)
 
     def logits(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Apply the head.
@@ -219,9 +275,9 @@ class Decoder(nnx.Module):
 
         Returns:
             The product in the compute dtype, cast to the policy's output dtype, and there multiplied by the
-            config's `scales.logit_mult` and limited to its `arch.softcap`.
+            config's `scales.logit_mult` and limited to its `arch.head.softcap`.
         """
-        return self._head(self._head_params(), x)
+        return self.head_of(self.head_params(), x)
 
     def losses(
         self,
@@ -243,28 +299,39 @@ class Decoder(nnx.Module):
             mask: What counts.
 
         Returns:
-            `loss`, the cross-entropy in nats; `z_loss` if `scales.z_loss` asks for it; and of experts what
+            `loss`, the cross-entropy in nats; `z_loss` if `scales.z_loss` asks for it; `mtp_1` and so on, those of
+            the tokens after the next one, if `arch.head.mtp` does; and of experts what
             `styrax.models.losses.routers` lists.
         """
-        found = self.hidden(self.blocks(), tokens, positions=positions, segment_ids=segment_ids, rngs=rngs)
-        scales, moe = self.config.scales, self.config.arch.moe
-        size = {"vocab_size": self.vocab_size, "z_loss": scales.z_loss}
-        terms = next_token(self._head, self._head_params(), found.x, targets, mask, **size)
-        return terms if moe is None or not found.reports else terms | routers(found.reports, moe)
+        return objective.losses(self, tokens, targets, mask, positions=positions, segment_ids=segment_ids, rngs=rngs)
 
-    def _head_params(self) -> dict[str, Array]:
+    def end_step(self) -> None:
+        """Finish a step of training: move what follows from counts of the whole batch and not from a gradient.
+
+        These are the corrections of routers, by the load that `losses` has added up since the last call. The step of
+        `styrax-train` calls this after each update; so has a loop of your own, if `correction_rate` is not 0.
+        """
+        objective.end_step(self)
+
+    def head_params(self) -> dict[str, Array]:
         """Give what turns the last activations into logits, apart from the model, for a piece-by-piece loss."""
         params = {"kernel": self.embed.embedding[...] if self.config.tied else self.head.kernel[...]}
-        return params | ({"bias": self.head_bias[...]} if self.config.arch.head_bias else {})
+        return params | ({"bias": self.head_bias[...]} if self.config.arch.head.bias else {})
 
-    def _head(self, params: dict[str, Array], x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+    def head_of(self, params: dict[str, Array], x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """Apply the head with parameters that are given; see `logits`.
+
+        Args:
+            params: From `head_params`.
+            x: From `hidden`.
+        """
         flat, kernel = rows(x), params["kernel"].astype(self.policy.compute_dtype)
-        out = flat @ kernel.T if self.config.tied else fence(flat @ kernel)
-        if self.config.arch.head_bias:
+        out = product(flat, kernel, turned=True) if self.config.tied else fence(product(flat, kernel))
+        if self.config.arch.head.bias:
             out = out + params["bias"].astype(out.dtype)
         out = out.reshape(*x.shape[:-1], self.vocab_size).astype(self.policy.output_dtype)
         out = times(self.config.scales.logit_mult, out)
-        cap = self.config.arch.softcap
+        cap = self.config.arch.head.softcap
         return out if cap is None else cap * jnp.tanh(out / cap)
 
     def init_cache(self, batch: int, length: int) -> KVCache:
@@ -276,15 +343,19 @@ class Decoder(nnx.Module):
         """
         if batch < 1 or length < 1:
             raise UserError(f"init_cache: expected batch and length of 1 or more, got {batch} and {length}")
-        parts = tuple(self._part(each.kind.mixer, len(each.layers), batch, length) for each in self.config.plan[0])
+        parts = tuple(
+            None if each.kind.role == "shared" else self._part(each.kind.mixer, len(each.layers), batch, length)
+            for each in self.config.plan[0]
+        )
         return KVCache(parts, jnp.zeros(batch, "int32"), length)
 
     def _part(self, mixer: str, layers: int, batch: int, length: int) -> Slots | Latents | States:
         config, dtype = self.config, self.policy.compute_dtype
         part = getattr(config.arch, mixer)
         if isinstance(part, Attn):
-            shape = (layers, batch, config.kv_heads_of(part), length, config.head_width_of(part))
-            return Slots(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+            held = slots_for(length, part.window or part.chunk)
+            shape = (layers, batch, config.kv_heads_of(part), held, config.head_width_of(part))
+            return Slots(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring=held < length)
         if isinstance(part, Latent):
             shape = (layers, batch, length)
             return Latents(jnp.zeros((*shape, part.kv_rank), dtype), jnp.zeros((*shape, part.rope_dim), dtype))

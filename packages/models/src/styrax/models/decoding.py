@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from styrax.models.cache import as_bits, as_numbers
 from styrax.models.layers.fence import on_cpu
+from styrax.models.layers.product import by_trial, product, seconds
 from styrax.models.sampling import Sampling, draw, gather
 
 if TYPE_CHECKING:
@@ -53,12 +54,12 @@ class Runner:
         slow = on_cpu() and jnp.dtype(model.policy.compute_dtype).itemsize < 4
         paths = [jax.tree_util.keystr(path, simple=True, separator="/").split("/") for path, _ in found]
         forms = tuple(_form(path, leaf, slow) for path, (_, leaf) in zip(paths, found, strict=True))
+        self._treedef, self._forms, self._turned = treedef, forms, False
         self._leaves = []
         for path, (_, leaf), form in zip(paths, found, forms, strict=True):
             if form != "unused":
-                cast = leaf.astype(model.policy.compute_dtype) if _is_factor(path) else leaf
-                self._leaves.append(cast.T if form == "turned" else cast)
-        self._prefill, self._decode = _compiled(treedef, forms)
+                self._leaves.append(leaf.astype(model.policy.compute_dtype) if _is_factor(path) else leaf)
+        self._prefill, self._decode = self._steps()
         self._fewest = 2 if slow and _two_rows_are_faster(model.policy.compute_dtype) else 1
 
     def prefill(
@@ -72,8 +73,9 @@ class Runner:
             capacity: Slots of the cache.
 
         Returns:
-            Logits of the next tokens, and the cache.
+            Logits of the next tokens, and the cache for `decode`; see `styrax.models.cache.as_bits`.
         """
+        self._turn(len(tokens) == 1)
         return self._prefill(self._leaves, tokens, lengths, capacity=capacity)
 
     def decode(
@@ -89,11 +91,27 @@ class Runner:
         Returns:
             Logits of the next tokens, and the cache.
         """
+        self._turn(len(tokens) == 1)
         return self._decode(self._leaves, tokens, live, cache)
 
     def rows(self, wanted: int) -> int:
         """Round the number of rows up, so that few are compiled for."""
         return max(self._fewest, 1 << (wanted - 1).bit_length())
+
+    def _turn(self, turned: bool) -> None:
+        """Turn kernels round, one after another, if a lone row wants them so and more rows do not, or back."""
+        if turned == self._turned or "turned" not in self._forms:
+            return
+        kept = [form for form in self._forms if form != "unused"]
+        for number, form in enumerate(kept):
+            if form == "turned":
+                self._leaves[number] = self._leaves[number].T
+        self._turned = turned
+        self._prefill, self._decode = self._steps()
+
+    def _steps(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        plain = {"turned": "plain"} if not self._turned else {}
+        return _compiled(self._treedef, tuple(plain.get(form, form) for form in self._forms))
 
 
 def _is_factor(path: Sequence[str]) -> bool:
@@ -102,26 +120,19 @@ def _is_factor(path: Sequence[str]) -> bool:
 
 
 def _form(path: Sequence[str], leaf: Array, slow: bool) -> str:
-    """Say how a leaf of a model and its blocks is kept: "plain", "turned", or "unused"."""
+    """Say how a leaf of a model and its blocks is kept for a lone row: "plain", "turned", or "unused"."""
     if list(path[:2]) == ["0", "layers"]:
         return "unused"  # the blocks once more; nothing looks at them there
-    # Products of few rows of 16 bits are up to ten times faster on a CPU where the numbers of an output lie together.
+    # A product of a row of 16 bits is up to ten times faster on a CPU where the numbers of an output lie together.
     return "turned" if slow and leaf.ndim == 2 and "kernel" in path else "plain"
 
 
 @functools.lru_cache(maxsize=4)
 def _two_rows_are_faster(dtype: Any) -> bool:
     """Try whether a product of one row takes longer than that of two: it may, by a factor of 25, or the other way."""
-    kernel, took = jnp.ones((1024, 512), dtype), []
-    for rows in (1, 2):
-        x, product = jnp.ones((rows, 512), dtype), jax.jit(lambda x, kernel: x @ kernel.T)
-        times = []
-        for _ in range(8):  # the first compiles
-            begin = time.perf_counter()
-            product(x, kernel).block_until_ready()
-            times.append(time.perf_counter() - begin)
-        took.append(min(times))
-    return took[1] < took[0]
+    # Twice as fast, so that a busy machine does not decide; a row more also costs attention and the head.
+    with by_trial():
+        return 2 * seconds(product, 2, dtype, turned=False) < seconds(product, 1, dtype, turned=True)
 
 
 @functools.lru_cache(maxsize=32)
@@ -138,18 +149,23 @@ def _compiled(treedef: Any, forms: tuple[str, ...]) -> tuple[Callable[..., Any],
         kept = {"unused": lambda: None, "plain": lambda: next(rest), "turned": lambda: next(rest).T}
         return jax.tree.unflatten(treedef, [kept[form]() for form in forms])
 
+    @by_trial()
     def prefill(leaves: list[Array], tokens: Array, lengths: Array, *, capacity: int) -> tuple[Array, Any]:
         model, blocks = whole(leaves)
         real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype("int32")
         cache = model.init_cache(len(tokens), capacity)
-        x, cache, _ = model.hidden(blocks, tokens, segment_ids=real, cache=cache)
+        x, after, _ = model.hidden(blocks, tokens, segment_ids=real, cache=cache)
+        assert after is not None
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
-        return model.logits(jnp.take_along_axis(x, last, axis=1))[:, 0], cache
+        return model.logits(jnp.take_along_axis(x, last, axis=1))[:, 0], as_bits(after)
 
+    @by_trial()
     def decode(leaves: list[Array], tokens: Array, live: Array, cache: KVCache) -> tuple[Array, Any]:
         model, blocks = whole(leaves)
-        x, after, _ = model.hidden(blocks, tokens[:, None], segment_ids=live[:, None].astype("int32"), cache=cache)
-        return model.logits(x)[:, 0], after
+        cache, real = as_numbers(cache, model.policy.compute_dtype), live[:, None].astype("int32")
+        x, after, _ = model.hidden(blocks, tokens[:, None], segment_ids=real, cache=cache)
+        assert after is not None
+        return model.logits(x)[:, 0], as_bits(after)
 
     return jax.jit(prefill, static_argnames="capacity"), jax.jit(decode, donate_argnames="cache")
 

@@ -17,7 +17,7 @@ from styrax.models.layers.dropout import dropout
 from styrax.models.layers.fence import rows
 from styrax.models.layers.linear import Linear
 from styrax.models.layers.norm import Norm
-from styrax.models.stack import remat_of, run_scanned, run_unrolled, scans, stack, unstack
+from styrax.models.stack import Turn, remat_of, run_scanned, run_unrolled, scans, stack, unstack
 
 if TYPE_CHECKING:
     from jax import Array
@@ -138,11 +138,11 @@ class Encoder(nnx.Module):
         return Encoded(x.astype(out), None if pooled is None else pooled.astype(out), logits)
 
     def _run(self, x: Array, *, mask: Any, batch: int, key: Any) -> Array:
-        def step(block: Any, layer: Any, index: Any, x: Any, part: Any) -> tuple[Any, Any, Any]:
-            return block(x, mask=mask, batch=batch, layer=layer, key=key), part, None
+        def step(block: Any, turn: Turn, x: Any, part: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+            return block(x, mask=mask, batch=batch, layer=turn.layer, key=key), part, None, {}
 
-        (stacks, segments), parts, remat = self.config.plan, (None,), remat_of(self.config.remat)
-        if scans(self.config.scan):
+        (stacks, segments), parts, remat = self.config.plan, (None,), remat_of(self.config.remat, x)
+        if scans(self.config.scan, x):
             return run_scanned(step, segments, (self.layers,), x, parts, remat=remat)[0]
         return run_unrolled(step, stacks, unstack(self.layers), x, parts, remat=remat)[0]
 

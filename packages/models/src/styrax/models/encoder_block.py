@@ -13,7 +13,7 @@ from styrax.models.layers.attend import attend
 from styrax.models.layers.dropout import dropout
 from styrax.models.layers.fence import fence
 from styrax.models.layers.linear import Linear
-from styrax.models.layers.mask import Mask
+from styrax.models.layers.mask import Mask, Pattern
 from styrax.models.layers.norm import Norm
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ def segment_mask(seq: int, segment_ids: Int[Array, "batch seq"] | None = None) -
         [[[1, 1, 0], [1, 1, 0], [0, 0, 0]]]
     """
     if segment_ids is None:
-        return Mask(jnp.ones((1, seq, seq), bool))
+        return Mask(jnp.ones((1, seq, seq), bool), pattern=Pattern(causal=False))
     real = segment_ids != 0
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return Mask(same & real[:, :, None], real, real)
+    return Mask(same & real[:, :, None], real, real, Pattern(segments=segment_ids, causal=False))
 
 
 class Attention(nnx.Module):

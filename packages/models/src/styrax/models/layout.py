@@ -11,10 +11,13 @@ class Kind(NamedTuple):
     Attributes:
         mixer: Name of its attention or recurrence in the config's `arch`.
         sparse: Whether it has experts.
+        role: Whose keys and values it uses: its "own", which later layers may use too if it is a "source", or those
+            of the source of its mixer, if it is "shared".
     """
 
     mixer: str
     sparse: bool
+    role: str = "own"
 
 
 class Stack(NamedTuple):
@@ -41,6 +44,26 @@ class Segment(NamedTuple):
     stacks: tuple[int, ...]
     first: int
     repeats: int
+
+
+def roles(mixers: tuple[str, ...], sharing: int) -> tuple[str, ...]:
+    """Say which layers make keys and values, and which use those of others.
+
+    Args:
+        mixers: Of each layer.
+        sharing: How many of the last layers use those of the last layer of their mixer before them all.
+
+    Returns:
+        A role for each, as in `Kind`.
+
+    Example:
+        >>> roles(("local", "attn", "local", "attn", "local"), 2)
+        ('own', 'source', 'source', 'shared', 'shared')
+    """
+    first = len(mixers) - sharing
+    sources = {max((at for at in range(first) if mixers[at] == mixer), default=-1) for mixer in mixers[first:]}
+    makes = tuple("source" if layer in sources else "own" for layer in range(first))
+    return makes + ("shared",) * sharing
 
 
 def plan(kinds: tuple[Kind, ...]) -> tuple[tuple[Stack, ...], tuple[Segment, ...]]:

@@ -49,6 +49,8 @@ class Routing:
         bias: Add a learned bias to the logits.
         correction: Add a number per expert to the scores when experts are chosen, and not in the weights. It
             belongs to the model, but no gradient trains it.
+        correction_rate: After a step of training, add so much to the correction of experts that fewer tokens than
+            the mean went to, and take so much from the others; see `Decoder.end_step`. 0 leaves them as they are.
         groups: Choose among groups first; none means not.
         norm_eps: Divide the router's input by its root mean square, with this under the root, and multiply it by
             a learned vector and $d^{-1/2}$; none means not.
@@ -63,12 +65,15 @@ class Routing:
     scale: PositiveFloat = 1.0
     bias: bool = False
     correction: bool = False
+    correction_rate: NonNegativeFloat = 0.0
     groups: Groups | None = None
     norm_eps: PositiveFloat | None = None
     expert_scale: bool = False
 
     def __post_init__(self) -> None:
         check(self)
+        if self.correction_rate and not self.correction:
+            raise ValueError(f"correction_rate: expected 0 without correction, got {self.correction_rate}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +134,9 @@ class MoE:
         expert_bias: Add learned biases to the products of the experts.
         input_scaled: The weights multiply what goes into the experts, not what comes out.
         shared: An MLP for every token; none means that there is none.
+        beside_mlp: The layer has its dense MLP too. Both read the same residual stream and are added together; what
+            enters and what leaves the experts, and what leaves the MLP, have norms of their own, and the router
+            reads the stream itself.
         dispatch: How tokens come to experts. "dropless" computes every choice; "capacity" gives every expert the
             same number of places, and a choice that finds none left adds nothing; "dense" computes all experts for
             all tokens, which costs `num_experts / experts_per_token` times as much and suits tiny models.
@@ -156,6 +164,7 @@ class MoE:
     expert_bias: bool = False
     input_scaled: bool = False
     shared: Shared | None = None
+    beside_mlp: bool = False
     dispatch: Literal["dropless", "capacity", "dense"] = "dropless"
     capacity_factor: PositiveFloat = 1.25
     balance_coef: NonNegativeFloat = 0.01
@@ -195,6 +204,7 @@ class MoE:
         routing = self.routing
         axes |= {"router/bias": (None,)} if routing.bias else {}
         axes |= {"router/correction": (None,)} if routing.correction else {}
+        axes |= {"router/load": (None,)} if routing.correction_rate else {}
         axes |= {"router/scale": (None,)} if routing.norm_eps is not None else {}
         axes |= {"router/expert_scale": (None,)} if routing.expert_scale else {}
         for name, kernel in {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}.items():

@@ -14,6 +14,7 @@ from styrax.models.families.common import Family
 from styrax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from styrax.models.families.encoders import EncoderFamily, TowersFamily
 from styrax.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from styrax.models.families.gemma4 import GEMMA4
 from styrax.models.families.gpt2 import GPT2
 from styrax.models.families.gpt_oss import GPT_OSS
 from styrax.models.families.granite import GRANITE
@@ -35,6 +36,7 @@ _ALL = (
         GEMMA,
         GEMMA2,
         GEMMA3,
+        GEMMA4,
         GPT2,
         GPT_OSS,
         GRANITE,
@@ -52,7 +54,7 @@ ENCODERS: Mapping[str, EncoderFamily] = {
 #: Models of two encoders.
 TOWERS: Mapping[str, TowersFamily] = {SIGLIP.model_type: SIGLIP}
 #: Other names for the same, as far as the decoder goes.
-ALIASES = {"kimi_k2": "deepseek_v3", "gemma3": "gemma3_text", "llama4": "llama4_text"}
+ALIASES = {"kimi_k2": "deepseek_v3", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "llama4": "llama4_text"}
 
 
 def family_of(table: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:

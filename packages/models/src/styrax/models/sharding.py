@@ -49,6 +49,7 @@ _DELTA: LogicalAxes = {
     "norm_scale": (None,),
     "o/kernel": ("heads", "embed"),
 }
+_PER_LAYER: LogicalAxes = {"gate/kernel": ("embed", "mlp"), "proj/kernel": ("mlp", "embed")}
 _MLP: LogicalAxes = {
     "gate/kernel": ("embed", "mlp"),
     "up/kernel": ("embed", "mlp"),
@@ -82,32 +83,50 @@ def decoder_axes(config: DecoderConfig) -> LogicalAxes:
     axes: dict[str, tuple[str | None, ...]] = {"embed/embedding": ("vocab", "embed")}
     if arch.learned_positions:
         axes["positions/embedding"] = (None, "embed")
+    if arch.per_layer is not None:
+        axes |= {"per_layer/embed/embedding": ("vocab", "embed"), "per_layer/proj/kernel": ("embed", None)}
+        axes |= _norm(config, "per_layer/norm")
     for number, stack in enumerate(config.plan[0]):
         prefix = "layers" if config.uniform else f"layers/{number}"
         axes |= {f"{prefix}/{path}": ("layers", *names) for path, names in _block(config, stack.kind).items()}
     axes |= _norm(config, "final_norm")
+    if arch.head.mtp:
+        further = {"proj/kernel": (None, "embed"), **_norm(config, "token_norm"), **_norm(config, "hidden_norm")}
+        further |= _norm(config, "norm")
+        own = config.kinds[-1]._replace(role="own")
+        further |= {f"block/{path}": names for path, names in _block(config, own).items()}
+        axes |= {f"mtp/{path}": (None, *names) for path, names in further.items()}
     if not config.tied:
         axes["head/kernel"] = ("embed", "vocab")
-    if arch.head_bias:
+    if arch.head.bias:
         axes["head_bias"] = ("vocab",)
     return axes
 
 
 def _block(config: DecoderConfig, kind: Kind) -> LogicalAxes:
     arch = config.arch
-    axes = dict(_mixer(config, kind.mixer))
+    axes = dict(_mixer(config, kind))
     if arch.placement != "post":
         axes |= _norm(config, "attn_norm") | ({} if arch.parallel else _norm(config, "mlp_norm"))
     if arch.placement != "pre":
         axes |= _norm(config, "attn_post_norm") | _norm(config, "mlp_post_norm")
+    if arch.per_layer is not None:
+        axes |= {f"per_layer/{path}": names for path, names in _PER_LAYER.items()} | _norm(config, "per_layer/norm")
+    if config.scales.block_scale:
+        axes["scale"] = (None,)
     if kind.sparse and arch.moe is not None:
-        return axes | {f"moe/{path}": names for path, names in arch.moe.logical_axes().items()}
+        axes |= {f"moe/{path}": names for path, names in arch.moe.logical_axes().items()}
+        if not arch.moe.beside_mlp:
+            return axes
+        axes |= _norm(config, "moe_norm") if arch.placement != "post" else {}
+        if arch.placement != "pre":
+            axes |= _norm(config, "moe_post_norm") | _norm(config, "dense_post_norm")
     kept = {"gate": arch.mlp.gated, "bias": arch.mlp.bias}
     return axes | {f"mlp/{path}": names for path, names in _MLP.items() if _has(path, kept)}
 
 
-def _mixer(config: DecoderConfig, name: str) -> LogicalAxes:
-    part = getattr(config.arch, name)
+def _mixer(config: DecoderConfig, kind: Kind) -> LogicalAxes:
+    name, part = kind.mixer, getattr(config.arch, kind.mixer)
     if name == "delta":
         return {f"delta/{path}": names for path, names in _DELTA.items()}
     if name == "latent":
@@ -115,7 +134,8 @@ def _mixer(config: DecoderConfig, name: str) -> LogicalAxes:
         axes = {path: names for path, names in _LATENT.items() if _has(path, {**kept, "bias": part.bias})}
         axes |= {"kv_norm/scale": (None,)} | ({} if part.q_rank is None else {"q_norm/scale": (None,)})
         return {f"attn/{path}": names for path, names in axes.items()}
-    kept = {"gate": part.gated, "sinks": part.sinks}
+    own = kind.role != "shared"
+    kept = {"gate": part.gated, "sinks": part.sinks, "k": own, "v": own and not part.tied_values}
     axes = {path: names for path, names in _ATTN.items() if _has(path, kept)}
     axes = {
         path: names
@@ -123,7 +143,7 @@ def _mixer(config: DecoderConfig, name: str) -> LogicalAxes:
         if not path.endswith("bias") or (part.out_bias if path == "o/bias" else part.qkv_bias)
     }
     if part.qk_norm in ("head", "flat"):
-        axes |= _norm(config, "q_norm") | _norm(config, "k_norm")
+        axes |= _norm(config, "q_norm") | (_norm(config, "k_norm") if own else {})
     return {f"attn/{path}": names for path, names in axes.items()}
 
 

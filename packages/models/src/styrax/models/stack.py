@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,25 @@ if TYPE_CHECKING:
     from styrax.models.layout import Segment, Stack
 
 Block = TypeVar("Block")
-Step = Callable[[Any, "int | Int[Array, '']", "int | Int[Array, '']", Any, Any], tuple[Any, Any, Any]]
+
+
+class Turn(NamedTuple):
+    """What one layer gets beside its block, the carry and the part of its stack.
+
+    Attributes:
+        layer: Its number in the model.
+        place: Its number in its stack.
+        own: Its row of what all layers together were given.
+        lent: What layers before it lent to those after them, by name.
+    """
+
+    layer: int | Int[Array, ""]
+    place: int | Int[Array, ""]
+    own: Any
+    lent: Mapping[str, Any]
+
+
+Step = Callable[[Any, Turn, Any, Any], "tuple[Any, Any, Any, Mapping[str, Any]]"]
 
 
 def stack(make: Callable[[Key[Array, ""]], Block], num_layers: int, key: Key[Array, ""]) -> Block:
@@ -69,7 +87,14 @@ def in_order(stacks: Sequence[Stack], blocks: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def run_unrolled(
-    step: Step, stacks: Sequence[Stack], blocks: Sequence[Any], carry: Any, parts: Sequence[Any], *, remat: Any = None
+    step: Step,
+    stacks: Sequence[Stack],
+    blocks: Sequence[Any],
+    carry: Any,
+    parts: Sequence[Any],
+    *,
+    remat: Any = None,
+    rows: Any = None,
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
     """Run single blocks one after another; see `run_scanned`.
 
@@ -80,13 +105,17 @@ def run_unrolled(
         carry: As there.
         parts: As there.
         remat: As there.
+        rows: As there.
     """
-    step = _recomputed(step, remat, prevent_cse=True)
-    parts, reports = list(parts), {}
+    step = recomputed(step, remat, prevent_cse=True)
+    parts, reports, lent = list(parts), {}, {}
     owner = {layer: (number, index) for number, each in enumerate(stacks) for index, layer in enumerate(each.layers)}
+    own = unstack(rows) if jax.tree.leaves(rows) else (rows,) * len(blocks)
     for layer, block in enumerate(blocks):
         number, index = owner[layer]
-        carry, parts[number], reports[layer] = step(block, layer, index, carry, parts[number])
+        turn = Turn(layer, index, own[layer], lent)
+        carry, parts[number], reports[layer], made = step(block, turn, carry, parts[number])
+        lent = {**lent, **made}
     merged = [
         jax.tree.map(lambda *each: jnp.stack(each), *(reports[layer] for layer in kept.layers)) for kept in stacks
     ]
@@ -101,26 +130,32 @@ def run_scanned(
     parts: Sequence[Any],
     *,
     remat: Any = None,
+    rows: Any = None,
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    r"""Compute $c_{i+1}, p_{s(i)}, r_i = \mathrm{step}(b_i, i, n_i, c_i, p_{s(i)})$ for all layers $i$.
+    r"""Compute $c_{i+1}, p_{s(i)}, r_i, l_i = \mathrm{step}(b_i, t_i, c_i, p_{s(i)})$ for all layers $i$.
 
-    Layer $i$ is the $n_i$-th of the stack $s(i)$. Each segment is one `jax.lax.scan` over its repeats.
+    $t_i$ is layer $i$'s `Turn`, $s(i)$ its stack. Each segment is one `jax.lax.scan` over its repeats.
+
+    What is lent is no part of the carry, of which a scan keeps one copy per layer for the backward pass: within a
+    segment it is constant, so layers see only what was lent before their segment.
 
     Args:
-        step: Takes a block, its number in the model and in its stack, the carry and its stack's part.
+        step: Takes a block, its turn, the carry and its stack's part. The last that it gives is $l$, what it lends
+            to layers of later segments, by name; most lend nothing, `{}`.
         segments: The runs of layers, in order.
         blocks: One stacked block for each stack.
         carry: $c_0$, a pytree.
         parts: $p$, one pytree for each stack, handed on from layer to layer of the stack.
         remat: Whether each step is recomputed in the backward pass instead of keeping what it computed: `False`,
             `True`, or a policy of `jax.checkpoint_policies` that says what is kept.
+        rows: A pytree of arrays `[all layers, ...]`; each layer gets its row, `Turn.own`.
 
     Returns:
         The last carry, the parts, and for each stack its reports $r$, stacked.
 
     Example:
         >>> from styrax.models.layout import Kind, plan
-        >>> double = lambda block, layer, index, carry, part: (carry * block["w"] + layer, part, carry)
+        >>> double = lambda block, turn, carry, part: (carry * block["w"] + turn.layer, part, carry, {})
         >>> stacks, segments = plan((Kind("attn", False),) * 2)
         >>> blocks = [{"w": jnp.array([2.0, 3.0])}]
         >>> carry, _, reports = run_scanned(double, segments, blocks, jnp.array(1.0), [None])
@@ -130,53 +165,79 @@ def run_scanned(
         7.0
     """
     # In a scan nothing outside can be shared with the recomputation, so no barrier is needed against it.
-    step = _recomputed(step, remat, prevent_cse=False)
-    parts, reports = list(parts), [None] * len(parts)
-    for segment in segments:
+    step = recomputed(step, remat, prevent_cse=False)
+    parts, reports, lent = list(parts), [None] * len(parts), {}
+    for segment, own in zip(segments, _cut(rows, segments), strict=True):
 
-        def body(state: Any, each: Any, segment: Segment = segment) -> tuple[Any, Any]:
+        def body(state: Any, each: Any, segment: Segment = segment, lent: dict[str, Any] = lent) -> tuple[Any, Any]:
             carry, held = state
-            cycle, repeat = each
-            held, found = list(held), []
+            cycle, repeat, own = each
+            held, found, made = list(held), [], {}
             for place, block in enumerate(cycle):
                 layer = segment.first + repeat * len(cycle) + place
-                carry, held[place], report = step(block, layer, repeat, carry, held[place])
+                turn = Turn(layer, repeat, jax.tree.map(lambda row, place=place: row[place], own), lent)
+                carry, held[place], report, new = step(block, turn, carry, held[place])
                 found.append(report)
-            return (carry, tuple(held)), tuple(found)
+                made |= new
+            return (carry, tuple(held)), (tuple(found), made)
 
         state = carry, tuple(parts[number] for number in segment.stacks)
-        over = tuple(blocks[number] for number in segment.stacks), jnp.arange(segment.repeats)
-        (carry, held), found = jax.lax.scan(body, state, over)
+        over = tuple(blocks[number] for number in segment.stacks), jnp.arange(segment.repeats), own
+        (carry, held), (found, made) = jax.lax.scan(body, state, over)
+        lent = {**lent, **jax.tree.map(lambda each: each[-1], made)}
         for number, part, report in zip(segment.stacks, held, found, strict=True):
             parts[number], reports[number] = part, report
     return carry, tuple(parts), tuple(reports)
 
 
-def scans(scan: str) -> bool:
+def _cut(rows: Any, segments: Sequence[Segment]) -> list[Any]:
+    """Give each segment its rows, `[repeats, cycle, ...]`; by one split, as in `unstack`."""
+    leaves, treedef = jax.tree.flatten(rows)
+    sizes = [len(segment.stacks) * segment.repeats for segment in segments]
+    cut = [
+        [
+            each.reshape(segment.repeats, len(segment.stacks), *leaf.shape[1:])
+            for each, segment in zip(jax.lax.split(leaf, sizes), segments, strict=True)
+        ]
+        for leaf in leaves
+    ]
+    return [treedef.unflatten([each[number] for each in cut]) for number in range(len(segments))]
+
+
+def scans(scan: str, *arrays: Array) -> bool:
     """Tell whether layers are looped over: "on", "off", or "auto", which unrolls them on a CPU.
 
     Args:
         scan: Of the config.
+        arrays: Of the model, whose mesh may say what it runs on; see `styrax.models.layers.fence.platform`.
     """
-    return scan == "on" or (scan == "auto" and not on_cpu())
+    return scan == "on" or (scan == "auto" and not on_cpu(*arrays))
 
 
-def remat_of(remat: str) -> Any:
+def remat_of(remat: str, *arrays: Array) -> Any:
     """Give what `run_scanned` and `run_unrolled` take for a config's "none", "block", "dots" or "auto".
 
     Args:
         remat: Of the config.
+        arrays: As for `scans`.
     """
     match remat:
         case "auto":  # on a CPU, time runs out before memory does, and recomputing takes a fifth of a step
-            return not on_cpu()
+            return not on_cpu(*arrays)
         case "dots":
             return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         case name:
             return name == "block"
 
 
-def _recomputed(step: Step, remat: Any, *, prevent_cse: bool) -> Step:
+def recomputed(step: Callable[..., Any], remat: Any, *, prevent_cse: bool) -> Callable[..., Any]:
+    """Make a function recompute in the backward pass what it computed, if `remat` says so.
+
+    Args:
+        step: A block.
+        remat: From `remat_of`.
+        prevent_cse: Whether the compiler could undo it; not within a scan.
+    """
     if remat is None or remat is False:
         return step
     return jax.checkpoint(step, prevent_cse=prevent_cse, policy=None if remat is True else remat)

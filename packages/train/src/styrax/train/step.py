@@ -91,6 +91,9 @@ def make_step(
 ) -> Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, dict[str, Any]]]:
     """Build the step: gradients of the objective, the optimizer's update, and metrics.
 
+    A model may have a method ``end_step()``: it is called after the update, and what it changes of the model's
+    variables is kept, such as a router's correction that follows the load of the whole batch.
+
     The result is pure and not compiled: ``jax.jit(step, donate_argnums=0)`` is yours to call, anywhere.
 
     Args:
@@ -164,12 +167,20 @@ def make_step(
         out = {k: Term(jnp.sum(v), weights[k]) for k, v in totals.items()}
         return grads, _report(jnp.sum(values), out, order[0]), variables
 
+    def ended(params: Any, variables: Any) -> Any:
+        model = nnx.merge(graphdef, params, variables)
+        if not hasattr(model, "end_step"):
+            return variables
+        model.end_step()
+        return split_model(model)[2]
+
     def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         grads, report, variables = (gradient if accumulate == 1 else accumulated_gradient)(
             state, dict(check_arrays(batch))
         )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        variables = ended(params, variables)
         if metrics is not None:
             report.update({k: jnp.asarray(v, jnp.float32) for k, v in metrics(opt_state).items()})
         return TrainState(params, opt_state, variables, state.step + 1, state.key), report

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from styrax.core import UserError
-from styrax.models.arch import Arch, Attn, Norm
+from styrax.models.arch import Arch, Attn, Head, Norm
 from styrax.models.config import DecoderConfig, Scales
 from styrax.models.families.common import Family, Table, act, base, layer_types, layers, mlp, written
 from styrax.models.hf.names import BOTH, Names
@@ -53,7 +53,7 @@ def _gemma2(table: Table) -> DecoderConfig:
         {"softcap": table.get("attn_logit_softcapping", 50.0)},
         act_key="hidden_activation",
         placement="both",
-        softcap=table.get("final_logit_softcapping", 30.0),
+        head=Head(softcap=table.get("final_logit_softcapping", 30.0)),
         layers=layers(table, lambda layer: "full_attention" if layer % 2 else "sliding_attention"),
     )
 
@@ -69,7 +69,7 @@ def _gemma3(table: Table) -> DecoderConfig:
         {"qk_norm": "head"},
         act_key="hidden_activation",
         placement="both",
-        softcap=table.get("final_logit_softcapping"),
+        head=Head(softcap=table.get("final_logit_softcapping")),
         layers=names,
         local_rope=local,
     )
@@ -90,7 +90,7 @@ def _write2(config: DecoderConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": round(scale**-2),
         "sliding_window": arch.local.window if arch.local else None,
         "layer_types": layer_types(config),
-        "final_logit_softcapping": arch.softcap,
+        "final_logit_softcapping": arch.head.softcap,
         "attn_logit_softcapping": arch.attn.softcap,
     }
 

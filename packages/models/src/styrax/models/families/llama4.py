@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from styrax.models.arch import Arch, Attn
+from styrax.models.arch import Arch, Attn, Tuning
 from styrax.models.config import DecoderConfig
 from styrax.models.families.common import Family, Table, act, base, cycle, mlp, written
 from styrax.models.families.llama import norm
@@ -42,8 +42,7 @@ def _read(table: Table) -> DecoderConfig:
         qkv_bias=bias,
         out_bias=bias,
         rope=Rope(kind="none"),
-        tuning_scale=table.get("attn_scale", 0.1) if tuned else None,
-        tuning_floor=table.get("floor_scale", 8192),
+        tuning=Tuning(scale=table.get("attn_scale", 0.1), floor=table.get("floor_scale", 8192)) if tuned else None,
     )
     arch = Arch(
         norm=norm(table, 1e-5),
@@ -60,6 +59,7 @@ def _read(table: Table) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     arch, moe, local = config.arch, config.arch.moe, config.arch.local
+    tuning = arch.attn.tuning or Tuning()
     chunk = local.chunk if local else None
     chunked = [kind.mixer == "local" for kind in config.kinds]
     return {
@@ -73,9 +73,9 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "use_qk_norm": local is not None and local.qk_norm == "l2",
         "no_rope_layers": [int(each) for each in chunked],
         "layer_types": ["chunked_attention" if each and chunk else "full_attention" for each in chunked],
-        "attn_temperature_tuning": arch.attn.tuning_scale is not None,
-        "attn_scale": arch.attn.tuning_scale or 0.1,
-        "floor_scale": int(arch.attn.tuning_floor),
+        "attn_temperature_tuning": arch.attn.tuning is not None,
+        "attn_scale": tuning.scale,
+        "floor_scale": int(tuning.floor),
         "moe_layers": [layer for layer, kind in enumerate(config.kinds) if kind.sparse],
         "num_local_experts": moe.num_experts if moe else 1,
         "num_experts_per_tok": moe.experts_per_token if moe else 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from styrax.models.arch import Arch, Attn, Norm
+from styrax.models.arch import Arch, Attn, Head, Norm
 from styrax.models.config import DecoderConfig
 from styrax.models.families.common import Family, Table, act, base, mlp, written
 from styrax.models.families.llama import norm
@@ -25,7 +25,7 @@ def _phi(table: Table) -> DecoderConfig:
         parallel=True,
         attn=Attn(qkv_bias=True, out_bias=True, qk_norm="head" if table.get("qk_layernorm") else "none"),
         mlp=mlp(table, default="gelu_new", gated=False, bias=True),
-        head_bias=True,
+        head=Head(bias=True),
     )
     fields = {**base(table), "rope": read_rope(table, 10_000.0, fraction=0.5)}
     return DecoderConfig(**fields, arch=arch)

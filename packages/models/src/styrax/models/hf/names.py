@@ -23,6 +23,12 @@ BOTH = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
+#: Of experts beside an MLP.
+BESIDE = {
+    "moe_norm": "pre_feedforward_layernorm_2",
+    "moe_post_norm": "post_feedforward_layernorm_2",
+    "dense_post_norm": "post_feedforward_layernorm_1",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +45,15 @@ class Names:
         qk_norms: Norm of queries and keys of ours -> theirs.
         mlp: The MLP of a dense layer.
         mlp_parts: Product of ours -> theirs, within the MLP and the shared expert.
-        moe: The MLP of a sparse layer.
+        moe: The MLP of a sparse layer; empty if its tensors stand in the layer itself.
         router: Its router.
         expert: Product of ours -> theirs, within one expert.
         shared: Its shared expert; the gate of that one has `_gate` after it.
         qkv: Queries, keys and values are one tensor of this name; empty if they are not.
         gate_up: Gate and up are one tensor of this name; empty if they are not.
         interleaved: Neighbours are rotated, not halves of a head.
-        fused_experts: All experts are one tensor, in which the columns of gate and up are "halves" or "neighbours";
-            empty if each expert has its own.
+        fused_experts: All experts are one tensor, in which the columns of gate and up are "halves" or "neighbours",
+            or their "rows" are, halves too; empty if each expert has its own.
     """
 
     prefix: str = "model."
@@ -88,13 +94,17 @@ def decoder_rules(config: DecoderConfig, names: Names) -> tuple[Rule, ...]:
     rules = [same(f"{names.prefix}{names.embed}.weight", "embed/embedding")]
     if config.arch.learned_positions:
         rules.append(same(f"{names.prefix}{names.positions}.weight", "positions/embedding"))
+    if config.arch.per_layer is not None:
+        rules.append(same(f"{names.prefix}{names.embed}_per_layer.weight", "per_layer/embed/embedding"))
+        rules += linear(f"{names.prefix}per_layer_model_projection", "per_layer/proj")
+        rules += _norm(config, f"{names.prefix}per_layer_projection_norm", "per_layer/norm")
     for layer, kind in enumerate(config.kinds):
         theirs = f"{names.prefix}{names.layers}.{layer}."
         rules += [rule.within(theirs, f"layers/{layer}/") for rule in _block(config, names, kind)]
     rules += _norm(config, f"{names.prefix}{names.final_norm}", "final_norm")
     if not config.tied:
         rules += linear(names.head, "head")
-    if config.arch.head_bias:
+    if config.arch.head.bias:
         rules.append(same(f"{names.head}.bias", "head_bias"))
     return tuple(rules)
 
@@ -120,16 +130,27 @@ def _block(config: DecoderConfig, names: Names, kind: Kind) -> list[Rule]:
     elif isinstance(part, Latent):
         rules += [rule.within(f"{names.attn}.", "attn/") for rule in _latent(config, names, part)]
     else:
-        rules += [rule.within(f"{names.attn}.", "attn/") for rule in _attn(config, names, part)]
+        rules += [rule.within(f"{names.attn}.", "attn/") for rule in _attn(config, names, part, kind)]
+    if arch.per_layer is not None:
+        rules += linear("per_layer_input_gate", "per_layer/gate") + linear("per_layer_projection", "per_layer/proj")
+        rules += _norm(config, "post_per_layer_input_norm", "per_layer/norm")
+    if config.scales.block_scale:
+        rules.append(same("layer_scalar", "scale"))
     if kind.sparse and arch.moe is not None:
-        return rules + [rule.within(f"{names.moe}.", "moe/") for rule in _moe(config, names)]
+        prefix = f"{names.moe}." if names.moe else ""
+        rules += [rule.within(prefix, "moe/") for rule in _moe(config, names)]
+        if not arch.moe.beside_mlp:
+            return rules
+        own = [("moe_norm", arch.placement != "post")]
+        own += [(name, arch.placement != "pre") for name in ("moe_post_norm", "dense_post_norm")]
+        rules += [rule for ours, there in own if there for rule in _norm(config, names.norms[ours], ours)]
     prefix = f"{names.mlp}." if names.mlp else ""
-    return rules + [rule.within(prefix, "mlp/") for rule in _mlp(config, names)]
+    return rules + [rule.within(prefix, "mlp/") for rule in _mlp(config, names, kind)]
 
 
-def _attn(config: DecoderConfig, names: Names, part: Attn) -> list[Rule]:
+def _attn(config: DecoderConfig, names: Names, part: Attn, kind: Kind) -> list[Rule]:
     heads, kv_heads, width = config.num_heads, config.kv_heads_of(part), config.head_width_of(part)
-    named, bias = names.projections, part.qkv_bias
+    named, bias, own = names.projections, part.qkv_bias, kind.role != "shared"
     rules = []
     if names.qkv:
         index = heads_of(1, (heads * width, kv_heads * width, kv_heads * width))
@@ -141,11 +162,13 @@ def _attn(config: DecoderConfig, names: Names, part: Attn) -> list[Rule]:
             rules += split(named["q"], ["q", "gate"], heads_of(heads, (width, width)), bias=bias)
         else:
             rules += split(named["q"], ["q"], [order["q"] if turned else None], bias=bias)
-        rules += split(named["k"], ["k"], [order["k"] if turned else None], bias=bias)
-        rules += linear(named["v"], "v", bias=bias)
+        if own:
+            rules += split(named["k"], ["k"], [order["k"] if turned else None], bias=bias)
+            rules += [] if part.tied_values else linear(named["v"], "v", bias=bias)
     rules += linear(named["o"], "o", bias=part.out_bias)
     if part.qk_norm in ("head", "flat"):
-        rules += [rule for ours, theirs in names.qk_norms.items() for rule in _norm(config, theirs, ours)]
+        norms = {ours: theirs for ours, theirs in names.qk_norms.items() if own or ours != "k_norm"}
+        rules += [rule for ours, theirs in norms.items() for rule in _norm(config, theirs, ours)]
     return rules + ([same("sinks", "sinks")] if part.sinks else [])
 
 
@@ -181,8 +204,8 @@ def _delta(part: Delta) -> list[Rule]:
     ]
 
 
-def _mlp(config: DecoderConfig, names: Names) -> list[Rule]:
-    mlp, named, width = config.arch.mlp, names.mlp_parts, config.mlp_width
+def _mlp(config: DecoderConfig, names: Names, kind: Kind) -> list[Rule]:
+    mlp, named, width = config.arch.mlp, names.mlp_parts, config.mlp_width_of(kind)
     if names.gate_up:
         rules = split(names.gate_up, ["gate", "up"], heads_of(1, (width, width)), bias=mlp.bias)
     else:
@@ -195,6 +218,10 @@ def _moe(config: DecoderConfig, names: Names) -> list[Rule]:
     moe = config.arch.moe
     assert moe is not None
     rules = linear(names.router, "router", bias=moe.routing.bias)
+    if moe.routing.norm_eps is not None:
+        rules.append(same("router.scale", "router/scale"))
+    if moe.routing.expert_scale:
+        rules.append(same("router.per_expert_scale", "router/expert_scale"))
     if moe.routing.correction:
         rules.append(same(f"{names.router}.e_score_correction_bias", "router/correction"))
     if names.fused_experts:
@@ -213,14 +240,13 @@ def _moe(config: DecoderConfig, names: Names) -> list[Rule]:
 
 
 def _fused_experts(width: int, how: str, *, bias: bool) -> list[Rule]:
-    columns = np.arange(2 * width)
+    columns, turn = np.arange(2 * width), how == "rows"
     gate, up = (columns[::2], columns[1::2]) if how == "neighbours" else np.split(columns, 2)
-    both = ("experts/gate", "experts/up")
-    rules = [Rule("experts.gate_up_proj", tuple(f"{path}/kernel" for path in both), (gate, up), axis=-1)]
-    rules += [same("experts.down_proj", "experts/down/kernel")]
+    both, axis = tuple(f"experts/{name}/kernel" for name in ("gate", "up")), -2 if turn else -1
+    rules = [Rule("experts.gate_up_proj", both, (gate, up), axis=axis, turn=turn)]
+    rules += [Rule("experts.down_proj", ("experts/down/kernel",), turn=turn)]
     if bias:
-        rules += [
-            Rule("experts.gate_up_proj_bias", tuple(f"{path}/bias" for path in both), (gate, up), axis=-1),
-            same("experts.down_proj_bias", "experts/down/bias"),
-        ]
+        biases = tuple(path.replace("kernel", "bias") for path in both)
+        rules.append(Rule("experts.gate_up_proj_bias", biases, (gate, up), axis=-1))
+        rules.append(same("experts.down_proj_bias", "experts/down/bias"))
     return rules

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 NOT_OURS = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.*_cached")
 #: Where else the decoder of a model that also sees or hears may stand.
 PREFIXES = ("", "language_model.", "model.language_model.", "transformer.")
-OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "visual.", "embed_vision.")
+OTHER_PARTS = (
+    *("vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "visual.", "embed_vision."),
+    "embed_audio.",
+)
+#: What layers that use the keys and values of others may have all the same, and never look at.
+UNUSED = ("*layers.{layer}.self_attn.[kv]_proj.*", "*layers.{layer}.self_attn.[kv]_norm.*")
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,9 @@ def _renamed(names: Iterable[str], tensors: Mapping[str, Any]) -> dict[str, str]
 
 
 def _ignored(name: str, config: DecoderConfig, rename: Mapping[str, str], rules: Sequence[Rule]) -> bool:
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in NOT_OURS):
+    shared = [layer for stack in config.plan[0] if stack.kind.role == "shared" for layer in stack.layers]
+    unused = (pattern.format(layer=layer) for pattern in UNUSED for layer in shared)
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*NOT_OURS, *unused)):
         return True
     if config.tied and name.split(".")[-2:] == ["lm_head", "weight"]:
         return True  # some writers keep the tied head too; that it is the same, the loader looks

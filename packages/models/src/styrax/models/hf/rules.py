@@ -24,7 +24,7 @@ class Rule:
         theirs: Name of the tensor; `{e}` in it stands for the number of an expert.
         ours: Path of each part.
         index: Which rows (or columns) of the tensor each part is, in its order; `None` for all, as they are.
-        axis: 0 for rows, -1 for columns.
+        axis: 0 for rows, -1 for columns, -2 for the rows of several matrices.
         turn: Transpose each part, for torch keeps `[out, in]` and we `[in, out]`.
         squeeze: The tensor has an axis of length 1 here, which is dropped first; `None` for none.
         experts: If `theirs` has `{e}`: how many there are; the parts of all are stacked.
@@ -73,7 +73,7 @@ class Rule:
             shape[self.axis] = sum(part.shape[self.axis] for part in own)
             whole = np.empty(shape, own[0].dtype)
             for part, at in zip(own, self.index, strict=True):
-                whole[(at,) if self.axis == 0 else (..., at)] = part
+                whole[{0: (at,), -1: (..., at), -2: (..., at, slice(None))}[self.axis]] = part
         return np.ascontiguousarray(whole if self.squeeze is None else np.expand_dims(whole, self.squeeze))
 
     def shape(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

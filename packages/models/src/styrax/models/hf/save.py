@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from styrax.models.decoder import Decoder
 
 #: What config.json does not say: how a model is run, and how it began.
-_NOT_SAID = ("dropout", "remat", "scan")
+_NOT_SAID = ("dropout", "remat", "scan", "runtime")
 
 
 def save_pretrained(
@@ -130,15 +130,14 @@ def _lost(family: Family, config: DecoderConfig, vocab_size: int) -> list[str]:
 def _plain(config: DecoderConfig) -> DecoderConfig:
     """Fill in defaults, and leave out what config.json does not say."""
     usual = DecoderConfig()
-    scales = replace(
-        Scales(),
-        **{name: getattr(config.scales, name) for name in ("embed_scale", "attn_scale", "residual_mult", "logit_mult")},
-    )
+    said = ("embed_scale", "attn_scale", "residual_mult", "block_scale", "logit_mult")
+    scales = replace(Scales(), **{name: getattr(config.scales, name) for name in said})
     latent, moe = "latent" in config.arch.layers, config.arch.moe
     if moe is not None:
         kept = MoE()
         unsaid = {name: getattr(kept, name) for name in ("dispatch", "capacity_factor", "balance_coef", "z_coef")}
-        config = replace(config, arch=replace(config.arch, moe=replace(moe, **unsaid)))
+        routing = replace(moe.routing, correction_rate=0.0)
+        config = replace(config, arch=replace(config.arch, moe=replace(moe, **unsaid, routing=routing)))
     return replace(
         config,
         **{name: getattr(usual, name) for name in _NOT_SAID},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -46,6 +47,8 @@ class Scope(NamedTuple):
         place: `[batch or 1, seq]`, counted from 0 in each document.
         real: `[batch, seq]`, false at padding; `None` when there is none.
         slots: Where in the cache this call's keys go, -1 for nowhere; `None` without a cache.
+        lent: Keys and values of earlier layers for those that have none of their own, by the name of their kind.
+        attention: Which implementation computes it, or "auto"; see `styrax.models.attention`.
     """
 
     reach: dict[str, Reach]
@@ -53,6 +56,8 @@ class Scope(NamedTuple):
     place: Int[Array, "batch seq"]
     real: Bool[Array, "batch seq"] | None = None
     slots: Int[Array, "batch seq"] | None = None
+    lent: Mapping[str, tuple[Array, Array]] | None = None
+    attention: str = "auto"
 
 
 class Attention(nnx.Module):
@@ -60,8 +65,8 @@ class Attention(nnx.Module):
 
     Attributes:
         q: `[dim, heads * head_dim]`.
-        k: `[dim, kv_heads * head_dim]`.
-        v: The same shape.
+        k: `[dim, kv_heads * head_dim]`; none, nor `v`, nor `k_norm`, if the keys are those of another layer.
+        v: The same shape; none if values are keys.
         o: `[heads * head_dim, dim]`.
         gate: `[dim, heads * head_dim]`, if the config asks for it.
         q_norm: Over a head or over all, as the config says, if it asks for it; and `k_norm`.
@@ -79,6 +84,7 @@ class Attention(nnx.Module):
         head_dim: int,
         norm: arch.Norm,
         scale: float | None = None,
+        shared: bool = False,
         std: float,
         residual_std: float,
         policy: Policy,
@@ -87,8 +93,10 @@ class Attention(nnx.Module):
         keys = jax.random.split(key, 4)
         bias = config.qkv_bias
         self.q = Linear(dim, heads * head_dim, std=std, policy=policy, key=keys[0], bias=bias)
-        self.k = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=keys[1], bias=bias)
-        self.v = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=keys[2], bias=bias)
+        if not shared:
+            self.k = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=keys[1], bias=bias)
+            if not config.tied_values:
+                self.v = Linear(dim, kv_heads * head_dim, std=std, policy=policy, key=keys[2], bias=bias)
         self.o = Linear(heads * head_dim, dim, std=residual_std, policy=policy, key=keys[3], bias=config.out_bias)
         if config.gated:
             gate = jax.random.fold_in(key, 4)
@@ -96,13 +104,15 @@ class Attention(nnx.Module):
         if config.qk_norm in ("head", "flat"):
             flat = config.qk_norm == "flat"
             self.q_norm = Norm(heads * head_dim if flat else head_dim, norm, policy=policy)
-            self.k_norm = Norm(kv_heads * head_dim if flat else head_dim, norm, policy=policy)
+            if not shared:
+                self.k_norm = Norm(kv_heads * head_dim if flat else head_dim, norm, policy=policy)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros(heads, policy.param_dtype))
         self.config = config
         self.name = name
         self.head_dim = head_dim
         self.scale = scale
+        self.shared = shared
         self.eps = norm.eps
 
     def __call__(
@@ -119,49 +129,65 @@ class Attention(nnx.Module):
         Returns:
             The result in the shape of `x`, and the cache with this call's keys and values.
         """
+        return self.lend(x, scope, index, cache)[:2]
+
+    def lend(
+        self, x: Float[Array, "... dim"], scope: Scope, index: int | Int[Array, ""], cache: Slots | None
+    ) -> tuple[Float[Array, "... dim"], Slots | None, tuple[Array, Array]]:
+        """Attend, and give the keys and values too, `[batch, kv_heads, keys, head_dim]`, as they were attended to.
+
+        Args:
+            x: And all the others: as for a call.
+        """
         config, reach = self.config, scope.reach[self.name]
-        query, key, value = self._projected(x, scope)
-        if cache is None or scope.slots is None:
+        query = self._query(x, scope)
+        key, value = (None, None) if self.shared else self._key_value(x, scope)
+        if key is None or value is None:
+            assert scope.lent is not None
+            keys, values = scope.lent[self.name]
+        elif cache is None or scope.slots is None:
             keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
         else:
-            cache = cache.write(index, scope.slots, key, value)
-            keys, values = cache.keys[index], cache.values[index]
+            cache, keys, values = cache.extend(index, scope.slots, key, value)
         out = attend(
             query,
             keys,
             values,
             reach.mask,
-            causal=cache is None,
             scale=self.scale,
             softcap=config.softcap,
             sinks=self.sinks[...] if config.sinks else None,
-            window=config.window,
+            implementation=scope.attention,
         )
         out = out.reshape(*x.shape[:-1], -1)
         if config.gated:
             out = out * jax.nn.sigmoid(self.gate(x))
-        return self.o(fence(out)), cache
+        return self.o(fence(out)), cache, (keys, values)
 
-    def _projected(self, x: Float[Array, "... dim"], scope: Scope) -> tuple[Array, Array, Array]:
-        config, rotation = self.config, scope.reach[self.name].rotation
-        query, key, value = self.q(x), self.k(x), self.v(x)
-        if config.qk_norm == "flat":
-            query, key = self.q_norm(query), self.k_norm(key)
-        if config.clip is not None:
-            query, key, value = (jnp.clip(each, -config.clip, config.clip) for each in (query, key, value))
-        shape = (-1, scope.positions.shape[1])
-        query, key, value = (
-            each.reshape(*shape, each.shape[-1] // self.head_dim, self.head_dim) for each in (query, key, value)
-        )
-        if config.qk_norm == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
-        if config.v_norm:
+    def _query(self, x: Float[Array, "... dim"], scope: Scope) -> Float[Array, "batch seq heads head_dim"]:
+        query, tuning = self._turned(self.q(x), getattr(self, "q_norm", None), scope), self.config.tuning
+        if tuning is None:
+            return query
+        passed = jnp.floor((scope.positions.astype("float32") + 1) / tuning.floor)
+        grown = 1 + tuning.scale * jnp.log1p(passed)
+        return (query * grown[:, :, None, None]).astype(query.dtype)
+
+    def _key_value(self, x: Float[Array, "... dim"], scope: Scope) -> tuple[Array, Array]:
+        key = self.k(x)
+        value = self._heads(key if self.config.tied_values else self.v(x), scope)
+        if self.config.v_norm:
             value = unit(value.astype("float32"), self.eps).astype(value.dtype)
-        query, key = rotate(query, rotation), rotate(key, rotation)
-        if config.qk_norm == "l2":
-            query, key = (unit(each.astype("float32"), self.eps).astype(each.dtype) for each in (query, key))
-        if config.tuning_scale is not None:
-            passed = jnp.floor((scope.positions.astype("float32") + 1) / config.tuning_floor)
-            grown = 1 + config.tuning_scale * jnp.log1p(passed)
-            query = (query * grown[:, :, None, None]).astype(query.dtype)
-        return query, key, value
+        return self._turned(key, getattr(self, "k_norm", None), scope), value
+
+    def _turned(self, x: Array, norm: Norm | None, scope: Scope) -> Float[Array, "batch seq heads head_dim"]:
+        """Normalise queries or keys, and rotate them."""
+        how = self.config.qk_norm
+        x = self._heads(norm(x) if norm is not None and how == "flat" else x, scope)
+        x = norm(x) if norm is not None and how == "head" else x
+        x = rotate(x, scope.reach[self.name].rotation)
+        return unit(x.astype("float32"), self.eps).astype(x.dtype) if how == "l2" else x
+
+    def _heads(self, x: Array, scope: Scope) -> Float[Array, "batch seq heads head_dim"]:
+        clip = self.config.clip
+        x = x if clip is None else jnp.clip(x, -clip, clip)
+        return x.reshape(-1, scope.positions.shape[1], x.shape[-1] // self.head_dim, self.head_dim)

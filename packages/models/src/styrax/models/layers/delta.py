@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from styrax.models.layers.delta_rule import delta_rule
 from styrax.models.layers.fence import fence
 from styrax.models.layers.linear import Linear, normal
 from styrax.models.layers.norm import unit
@@ -22,50 +23,6 @@ if TYPE_CHECKING:
     from styrax.models.layers.attention import Scope
 
 _NORM_EPS = 1e-6
-
-
-def delta_rule(
-    query: Float[Array, "batch seq heads k_dim"],
-    key: Float[Array, "batch seq heads k_dim"],
-    value: Float[Array, "batch seq heads v_dim"],
-    decay: Float[Array, "batch seq heads"],
-    rate: Float[Array, "batch seq heads"],
-    memory: Float[Array, "batch heads k_dim v_dim"],
-) -> tuple[Float[Array, "batch seq heads v_dim"], Float[Array, "batch heads k_dim v_dim"]]:
-    r"""Compute $S_t = \alpha_t (I - \beta_t k_t k_t^\top) S_{t-1} + \beta_t k_t v_t^\top$ and $o_t = S_t^\top q_t$.
-
-    One step after another, in float32: right for any length, and slow for long ones.
-
-    Source: Yang et al., "Gated Delta Networks" (2024), equation 10.
-
-    Args:
-        query: $q$.
-        key: $k$, of length 1.
-        value: $v$.
-        decay: $\alpha$, in [0, 1].
-        rate: $\beta$, in [0, 1].
-        memory: $S_0$.
-
-    Returns:
-        $o$ and the last $S$, float32.
-
-    Example:
-        >>> one = jnp.ones((1, 1, 1, 1))
-        >>> out, memory = delta_rule(one, one, 3 * one, one[..., 0], one[..., 0], jnp.zeros((1, 1, 1, 1)))
-        >>> float(out[0, 0, 0, 0]), float(memory[0, 0, 0, 0])
-        (3.0, 3.0)
-    """
-
-    def step(memory: Array, each: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, alpha, beta = each
-        memory = memory * alpha[..., None, None]
-        found = jnp.einsum("bhkv,bhk->bhv", memory, k)
-        memory = memory + jnp.einsum("bhk,bhv->bhkv", k, (v - found) * beta[..., None])
-        return memory, jnp.einsum("bhkv,bhk->bhv", memory, q)
-
-    steps = tuple(each.swapaxes(0, 1).astype("float32") for each in (query, key, value, decay, rate))
-    memory, out = jax.lax.scan(step, memory.astype("float32"), steps)
-    return out.swapaxes(0, 1), memory
 
 
 class GatedDelta(nnx.Module):
@@ -153,8 +110,9 @@ class GatedDelta(nnx.Module):
         rate = jnp.where(real[..., None], jax.nn.sigmoid(self.b(flat).astype("float32")), 0)
         fading = jnp.exp(self.log_decay[...].astype("float32"))
         step = jax.nn.softplus(self.a(flat).astype("float32") + self.decay_bias[...].astype("float32"))
-        decay = jnp.where(place[..., None] == 0, 0.0, jnp.exp(-fading * step))
-        out, memory = delta_rule(query, key, value, jnp.where(real[..., None], decay, 1.0), rate, memory)
+        keep = jnp.where(real[..., None], -fading * step, 0.0)
+        fresh = real & (place == 0)
+        out, memory = delta_rule(query, key, value, keep, rate, memory, fresh=fresh)
         if cache is not None:
             last = real.sum(1)[:, None] + jnp.arange(config.conv - 1)
             cache = cache.write(index, _take(inputs, last), memory)

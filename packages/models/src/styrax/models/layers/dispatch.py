@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     dropped: Float[Array, ""]
 
 
-def dropless(experts: Int[Array, " choices"], num_experts: int) -> Layout:
+def dropless(experts: Int[Array, " choices"], num_experts: int, *, on: Array | None = None) -> Layout:
     """Compute every choice, with rows sorted by expert.
 
     On a CPU every expert's rows begin at a new block, and each block is multiplied by one kernel;
@@ -47,6 +47,7 @@ def dropless(experts: Int[Array, " choices"], num_experts: int) -> Layout:
     Args:
         experts: The expert of each choice, `num_experts` at padding.
         num_experts: How many there are.
+        on: An array of the computation, which knows what it will run on.
 
     Example:
         >>> layout = dropless(jnp.array([1, 0, 1]), 2)
@@ -54,7 +55,7 @@ def dropless(experts: Int[Array, " choices"], num_experts: int) -> Layout:
         [[7.0], [5.0], [7.0]]
     """
     counts, rank = _queue(experts, num_experts)
-    if on_cpu():
+    if on_cpu(*([] if on is None else [on])):
         return _blocks(experts, num_experts, counts, rank)
     total, rows = counts.sum(), len(experts)
     row = jnp.where(experts < num_experts, (jnp.cumsum(counts) - counts).at[experts].get(mode="clip") + rank, rows)

@@ -17,11 +17,37 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Shaped
 
+_SAME = {"cuda": "gpu", "rocm": "gpu"}
 
-def on_cpu() -> bool:
-    """Tell whether the computation being traced is for a CPU: the mesh in scope decides, or the default backend."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device.platform if device is not None else jax.default_backend()) == "cpu"
+
+def platform(*arrays: Shaped[Array, "..."]) -> str:
+    """Tell what the computation being traced will run on: "cpu", "tpu", "gpu".
+
+    The mesh that is set (`jax.set_mesh`) says it, or that of the arrays. An array that was given to `jax.jit` on a
+    mesh has that mesh in its type, and hands it on to what is computed from it. With neither it is the default
+    backend, so a program that is compiled on one platform for another has to have one of them; `in_shardings` of
+    `jax.jit` alone tells nobody before it is too late.
+
+    Args:
+        arrays: Of the computation.
+
+    Example:
+        >>> platform(jax.numpy.ones(2))
+        'cpu'
+    """
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(each).sharding.mesh for each in arrays)]
+    found = [mesh.abstract_device.platform for mesh in meshes if mesh.abstract_device is not None]
+    name = found[0] if found else jax.default_backend()
+    return _SAME.get(name, name)
+
+
+def on_cpu(*arrays: Shaped[Array, "..."]) -> bool:
+    """Tell whether the computation being traced is for a CPU; see `platform`.
+
+    Args:
+        arrays: Of the computation.
+    """
+    return platform(*arrays) == "cpu"
 
 
 def fence(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -36,7 +62,7 @@ def fence(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         >>> float(fence(jax.numpy.float32(3.0))), float(jax.grad(fence)(3.0))
         (3.0, 1.0)
     """
-    return jax.lax.optimization_barrier(x) if on_cpu() else x
+    return jax.lax.optimization_barrier(x) if on_cpu(x) else x
 
 
 def rows(x: Shaped[Array, "batch seq embed"]) -> Shaped[Array, "..."]:
@@ -48,4 +74,4 @@ def rows(x: Shaped[Array, "batch seq embed"]) -> Shaped[Array, "..."]:
     Returns:
         `[batch * seq, embed]` on a CPU, `x` elsewhere.
     """
-    return x.reshape(-1, x.shape[-1]) if on_cpu() else x
+    return x.reshape(-1, x.shape[-1]) if on_cpu(x) else x

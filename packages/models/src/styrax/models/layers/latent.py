@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from styrax.core import Policy
     from styrax.models.cache import Latents
+    from styrax.models.layers.mask import Mask
     from styrax.models.rope_config import Rope
 
 
@@ -31,7 +32,10 @@ class LatentAttention(nnx.Module):
     With $c = \mathrm{norm}(x W_a)$, head $h$ has the key $[c\, W_{k,h}; \mathrm{rotate}(x W_r)]$ and the value
     $c\, W_{v,h}$; the part $x W_r$ is shared by the heads. The cache keeps $c$ and that part only.
 
-    Source: DeepSeek-AI, "DeepSeek-V2" (2024), equations 9 to 19.
+    Few queries over many cached latents $c_s$ make neither keys nor values, since
+    $q \cdot c_s W_{k,h} = q W_{k,h}^\top \cdot c_s$ and $\sum_s p_s c_s W_{v,h} = (\sum_s p_s c_s) W_{v,h}$.
+
+    Source: DeepSeek-AI, "DeepSeek-V2" (2024), equations 9 to 19, and the remark after equation 15.
 
     Attributes:
         q: `[dim, heads * (nope + rope)]`; or `q_a`, `q_norm` and `q_b` with a latent of width `q_rank` between.
@@ -100,18 +104,48 @@ class LatentAttention(nnx.Module):
         query = self.q(x) if config.q_rank is None else self.q_b(self.q_norm(self.q_a(x)))
         query = query.reshape(-1, seq, heads, config.nope_dim + config.rope_dim)
         plain, turned = jnp.split(query, [config.nope_dim], axis=-1)
-        query = jnp.concatenate([plain, rotate(turned, reach.rotation)], axis=-1)
+        turned = rotate(turned, reach.rotation)
         latent = self.kv_norm(self.kv_a(x)).reshape(-1, seq, config.kv_rank)
         shared = rotate(self.k_rope(x).reshape(-1, seq, 1, config.rope_dim), reach.rotation)[:, :, 0]
         if cache is not None and scope.slots is not None:
-            cache = cache.write(index, scope.slots, latent, shared)
-            latent, shared = cache.latents[index], cache.shared[index]
-            if reach.mask.keys is not None:  # a slot that was never written may hold anything
-                latent = jnp.where(reach.mask.keys[:, :, None], latent, 0)
+            cache, latent, shared = cache.extend(index, scope.slots, latent, shared)
+            if self._absorbing_is_less(seq, latent.shape[1]):
+                out = self._absorbed(plain, turned, latent, shared, reach.mask)
+                return self.o(fence(out.reshape(*x.shape[:-1], -1))), cache
         batch, places = latent.shape[:2]
+        query = jnp.concatenate([plain, turned], axis=-1)
         keys = self.k_b(latent).reshape(batch, places, heads, config.nope_dim).swapaxes(1, 2)
         values = self.v_b(latent).reshape(batch, places, heads, config.v_dim).swapaxes(1, 2)
         shared = jnp.broadcast_to(shared[:, None], (batch, heads, places, config.rope_dim))
         keys = jnp.concatenate([keys, shared], axis=-1)
-        out = attend(query, keys, values, reach.mask, causal=cache is None, scale=self.scale)
+        out = attend(query, keys, values, reach.mask, scale=self.scale, implementation=scope.attention)
         return self.o(fence(out.reshape(*x.shape[:-1], -1))), cache
+
+    def _absorbing_is_less(self, seq: int, places: int) -> bool:
+        """Compare what both ways multiply, for each head: to make keys and values, and to attend."""
+        made = self.config.kv_rank * (self.config.nope_dim + self.config.v_dim)
+        with_keys = places * made + seq * places * (self.config.nope_dim + self.config.v_dim)
+        return seq * made + seq * places * 2 * self.config.kv_rank < with_keys
+
+    def _absorbed(
+        self,
+        plain: Float[Array, "batch seq heads nope"],
+        turned: Float[Array, "batch seq heads rope"],
+        latent: Float[Array, "batch slots kv_rank"],
+        shared: Float[Array, "batch slots rope"],
+        mask: Mask,
+    ) -> Float[Array, "batch seq heads v"]:
+        precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if plain.dtype == jnp.bfloat16 else None
+        made: dict[str, Any] = {"precision": precision, "preferred_element_type": "float32"}
+        key_kernel, value_kernel = (
+            each.kernel[...].astype(plain.dtype).reshape(self.config.kv_rank, self.heads, -1)
+            for each in (self.k_b, self.v_b)
+        )
+        query = jnp.einsum("bthn,rhn->bthr", plain, key_kernel)
+        scores = jnp.einsum("bthr,bsr->bhts", query, latent, **made)
+        scores = (scores + jnp.einsum("bthr,bsr->bhts", turned, shared, **made)) * self.scale
+        scores = jnp.where(mask.allowed[:, None], scores, jnp.finfo("float32").min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(latent.dtype)
+        seen = jnp.einsum("bhts,bsr->bhtr", weights, latent, **made).swapaxes(1, 2).astype(latent.dtype)
+        out = jnp.einsum("bthr,rhv->bthv", seen, value_kernel)
+        return out if mask.queries is None else jnp.where(mask.queries[:, :, None, None], out, 0)

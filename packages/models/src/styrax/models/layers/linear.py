@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from styrax.models.layers.fence import fence
+from styrax.models.layers.product import product
 
 if TYPE_CHECKING:
     from jax import Array
@@ -46,7 +47,7 @@ class Linear(nnx.Module):
         Args:
             x: In the compute dtype.
         """
-        out = x @ self.kernel[...].astype(self.policy.compute_dtype)
+        out = product(x, self.kernel[...].astype(self.policy.compute_dtype))
         if self.has_bias:
             out = out + self.bias[...].astype(self.policy.compute_dtype)
         return fence(out)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from styrax.core import UserError
-from styrax.models.layers import dispatch
+from styrax.models.layers import dispatch, exchange
 from styrax.models.layers.activation import activate
 from styrax.models.layers.fence import fence
 from styrax.models.layers.linear import Linear, normal
@@ -19,7 +19,6 @@ from styrax.models.moe_config import MoE
 
 if TYPE_CHECKING:
     from jax import Array
-    from jax.typing import DTypeLike
     from jaxtyping import Bool, Float, Int, Key
 
     from styrax.core import Policy
@@ -88,7 +87,7 @@ class Mixture(nnx.Module):
         if real is not None:  # whatever stands at padding, even NaN, reaches nobody
             rows, seen = jnp.where(real[:, None], rows, 0), jnp.where(real[:, None], seen, 0)
         choice, stats = self.router(seen, real, batch)
-        out, dropped = self._routed(rows, choice)
+        out, dropped = self._routed(rows, choice, batch or (1 if x.ndim == 2 else len(x)))
         out = out.astype(self.policy.compute_dtype)
         if self.config.shared is not None:
             answer = self.shared(rows)
@@ -98,26 +97,19 @@ class Mixture(nnx.Module):
         return fence(out.reshape(x.shape)), stats._replace(dropped=dropped)
 
     def _routed(
-        self, x: Float[Array, "tokens dim"], choice: Choice
+        self, x: Float[Array, "tokens dim"], choice: Choice, batch: int
     ) -> tuple[Float[Array, "tokens dim"], Float[Array, ""]]:
-        (tokens, dim), count, k = x.shape, self.config.num_experts, self.config.experts_per_token
-        experts, weights = choice.experts.reshape(-1), choice.weights
         if self.config.dispatch == "dense":
             return self._dense(x, choice), jnp.zeros((), "float32")
-        if self.config.dispatch == "capacity":
-            places = min(max(1, int(self.config.capacity_factor * tokens * k / count)), tokens)
-            layout = dispatch.capacity(experts, count, places)
-        else:
-            layout = dispatch.dropless(experts, count)
-        copies = jnp.broadcast_to(x[:, None], (tokens, k, dim))
-        if self.config.input_scaled:
-            copies = _weigh(copies, weights, x.dtype)
-        moved = dispatch.move(copies.reshape(-1, dim), layout.choice, layout.row)
-        answers = self.experts(fence(moved), layout.multiply, layout.expert)
-        answers = dispatch.move(answers, layout.row, layout.choice).reshape(tokens, k, dim)
-        if not self.config.input_scaled:
-            answers = _weigh(answers, weights, "float32")
-        return answers.astype("float32").sum(1), layout.dropped
+
+        def compute(experts: Experts, rows: Array, layout: dispatch.Layout) -> Array:
+            return experts(fence(rows), layout.multiply, layout.expert)
+
+        rows, chosen, weights = (
+            each.reshape(batch, -1, each.shape[-1]) for each in (x, choice.experts, choice.weights)
+        )
+        out, dropped = exchange.routed(self.experts, compute, rows, chosen, weights, self.config)
+        return out.reshape(x.shape), dropped
 
     def _dense(self, x: Float[Array, "tokens dim"], choice: Choice) -> Float[Array, "tokens dim"]:
         count, (tokens, dim) = self.config.num_experts, x.shape
@@ -125,10 +117,10 @@ class Mixture(nnx.Module):
         weights = jnp.einsum("nke,nk->en", chosen, choice.weights)
         copies = jnp.broadcast_to(x, (count, tokens, dim))
         if self.config.input_scaled:
-            copies, weights = _weigh(copies, weights, x.dtype), chosen.sum(1).T
+            copies, weights = exchange.weigh(copies, weights, x.dtype), chosen.sum(1).T
         expert = jnp.repeat(jnp.arange(count), tokens)
         answers = self.experts(copies.reshape(-1, dim), dispatch.grid_product, expert)
-        return _weigh(answers.reshape(count, tokens, dim), weights, "float32").sum(0)
+        return exchange.weigh(answers.reshape(count, tokens, dim), weights, "float32").sum(0)
 
 
 class Experts(nnx.Module):
@@ -239,10 +231,6 @@ def gated(gate: Float[Array, "..."], up: Float[Array, "..."], config: MoE) -> Fl
         return activate(config.activation, gate) * up
     gate, up = jnp.minimum(gate, clamped.limit), jnp.clip(up, -clamped.limit, clamped.limit)
     return (up + 1) * gate * jax.nn.sigmoid(clamped.slope * gate)
-
-
-def _weigh(x: Float[Array, "a b dim"], weights: Float[Array, "a b"], dtype: DTypeLike) -> Float[Array, "a b dim"]:
-    return (x.astype("float32") * weights[..., None]).astype(dtype)
 
 
 def _check_shapes(

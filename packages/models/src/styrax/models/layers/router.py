@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from styrax.models.layers.linear import normal
+from styrax.models.layers.meshes import mesh_of
 from styrax.models.layers.norm import unit
 from styrax.models.moe_config import Groups, MoE
 
@@ -66,6 +67,8 @@ class Router(nnx.Module):
         kernel: `[dim, experts]`.
         bias: `[experts]`, of the logits, initially 0.
         correction: `[experts]` float32, initially 0; a `Buffer`, so that it is no `nnx.Param`.
+        load: `[experts]` float32, tokens of each expert since the last update of the correction; a `Buffer`, if the
+            config's `correction_rate` is not 0.
         scale: `[dim]`, of the normalised input, initially 1.
         expert_scale: `[experts]`, of the weights, initially 1.
     """
@@ -77,6 +80,8 @@ class Router(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(experts, policy.param_dtype))
         if routing.correction:
             self.correction = Buffer(jnp.zeros(experts, "float32"))
+        if routing.correction_rate:
+            self.load = Buffer(jnp.zeros(experts, "float32"))
         if routing.norm_eps is not None:
             self.scale = nnx.Param(jnp.ones(dim, policy.param_dtype))
         if routing.expert_scale:
@@ -100,7 +105,7 @@ class Router(nnx.Module):
         logits = self._logits(x.astype("float32"))
         scores = jax.nn.softmax(logits) if routing.score == "softmax" else jax.nn.sigmoid(logits)
         ranking = jax.lax.stop_gradient(self._ranking(logits, scores))
-        experts = jax.lax.top_k(ranking, self.config.experts_per_token)[1]
+        experts = best(ranking, self.config.experts_per_token)[1]
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if routing.renormalise:
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids can all be 0
@@ -162,6 +167,18 @@ class Router(nnx.Module):
             dropped=jnp.zeros((), "float32"),
         )
 
+    def corrected(self) -> None:
+        r"""Move the correction, $b_e \leftarrow b_e + \gamma\, \mathrm{sign}(\bar n - n_e)$, and count anew.
+
+        $n$ is `load`, and $\gamma$ the config's `correction_rate`. Arrays may have leading axes, of layers.
+
+        Source: DeepSeek-AI, "DeepSeek-V3" (2024), section 2.1.2.
+        """
+        load = self.load[...]
+        step = jnp.sign(load.mean(-1, keepdims=True) - load)
+        self.correction[...] = self.correction[...] + self.config.routing.correction_rate * step
+        self.load[...] = jnp.zeros_like(load)
+
 
 def balance_loss(stats: RouterStats, load: Float[Array, "... experts"] | None = None) -> Float[Array, ""]:
     r"""$E \sum_e f_e P_e$, with $f_e$ the part of all choices that fell on expert $e$, $P_e$ its mean probability.
@@ -209,9 +226,36 @@ def router_z_loss(stats: RouterStats) -> Float[Array, ""]:
     return jnp.mean(stats.z / jnp.maximum(stats.tokens, 1))
 
 
+def best(x: Float[Array, "... n"], k: int) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
+    """Find the largest values and where they are, the first of equal ones first.
+
+    The compiler knows no other way to split `jax.lax.top_k` over devices than to gather all rows on each; on a mesh the
+    largest is taken `k` times.
+
+    Args:
+        x: Rows; without NaN.
+        k: How many.
+
+    Example:
+        >>> [each.tolist() for each in best(jnp.array([[1.0, 3.0, 3.0]]), 2)]
+        [[[3.0, 3.0]], [[1, 2]]]
+    """
+    if all(size == 1 for size in mesh_of(x).free.values()):
+        values, places = jax.lax.top_k(x, k)
+        return values, places
+    left, values, places = x, [], []
+    for _ in range(k):
+        place = jnp.argmax(left, axis=-1)
+        here = jnp.arange(x.shape[-1]) == place[..., None]
+        values.append(jnp.max(left, axis=-1))
+        places.append(place)
+        left = jnp.where(here, -jnp.inf, left)
+    return jnp.stack(values, axis=-1), jnp.stack(places, axis=-1)
+
+
 def _of_groups(scores: Float[Array, "tokens experts"], groups: Groups) -> Float[Array, "tokens experts"]:
     grouped = scores.reshape(len(scores), groups.num, -1)
-    each = grouped.max(-1) if groups.score == "max" else jax.lax.top_k(grouped, 2)[0].sum(-1)
-    best = jax.lax.top_k(each, groups.kept)[1]
-    kept = (best[:, :, None] == jnp.arange(groups.num)).any(1)
+    each = grouped.max(-1) if groups.score == "max" else best(grouped, 2)[0].sum(-1)
+    chosen = best(each, groups.kept)[1]
+    kept = (chosen[:, :, None] == jnp.arange(groups.num)).any(1)
     return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
