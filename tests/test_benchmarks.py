@@ -60,3 +60,13 @@ def test_models_forward_runs():
     assert done.returncode == 0, done.stderr
     for part in ("f32 forward: ours ", "bf16 step: ours ", "temporary memory: "):
         assert part in done.stdout
+
+
+@pytest.mark.slow
+def test_train_step_runs():
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "train_step.py", "--quick"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    for part in ("quick, f32: ", "quick, bf16: ", "by hand", "held-out loss after "):
+        assert part in done.stdout

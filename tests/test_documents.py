@@ -106,7 +106,7 @@ CHECKS = {
     "uv": check_uv,
 }
 #: Commands of others, whose arguments are theirs.
-OTHERS = ("cd", "git", "kill", "lint-imports", "pre-commit", "pyright", "ruff", "sphinx-build")
+OTHERS = ("cd", "git", "kill", "lint-imports", "pre-commit", "pyright", "ruff", "sphinx-build", "touch")
 
 
 def check(words: list[str]) -> None:

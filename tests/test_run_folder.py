@@ -12,9 +12,11 @@ from rich.console import Console
 
 from styrax.core import UserError
 from styrax.core.cli import main
-from styrax.train import session
 from styrax.train.commands import report as command
 from styrax.train.config import SCHEMA
+from styrax.train.display import EventLog
+from styrax.train.ending import finish
+from styrax.train.goodput import Goodput
 from styrax.train.interrupts import Interrupts
 from styrax.train.report import rows, summarise, write_report
 from styrax.train.rundir import RunDir, write_atomic
@@ -45,7 +47,8 @@ def test_what_to_try_next_can_be_pasted_into_a_shell(run):
     out = io.StringIO()
     resolved = SCHEMA.resolve({}, ["train.baselines=false"])
     result = SimpleNamespace(state=SimpleNamespace(params={}), step=1)
-    summary = session.finish(Console(file=out, width=60), run, resolved, SimpleNamespace(), result, Interrupts())  # pyright: ignore[reportArgumentType]
+    log = EventLog(run, Goodput())
+    summary = finish(Console(file=out, width=60), run, resolved, SimpleNamespace(), result, Interrupts(), log)  # pyright: ignore[reportArgumentType]
     assert summary["step"] is None
     lines = out.getvalue().splitlines()
     generate, train = (

@@ -26,10 +26,13 @@ print("RESULT", jax.process_index(), jax.process_count(), dict(mesh.shape), shar
 """
 
 
-def test_two_processes_make_one_mesh():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+@pytest.fixture
+def port():
+    with distributed.reserved_port() as port:
+        yield port
+
+
+def test_two_processes_make_one_mesh(port):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -52,6 +55,51 @@ def test_two_processes_make_one_mesh():
             out, err = worker.communicate(timeout=180)
             expected = f"RESULT {number} 2 {{'data': 2, 'fsdp': 2, 'tensor': 2}} (2, 4) 507.0"
             assert expected in out, out + err
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the system has no way to hold a port for another one")
+def test_a_reserved_port_is_nobody_elses(port):
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.socket() as client, pytest.raises(ConnectionRefusedError):
+        client.connect(("127.0.0.1", port))
+    with socket.socket() as server:  # as gRPC binds
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        with socket.create_connection(("127.0.0.1", port), timeout=10):
+            pass
+
+
+def test_a_process_that_failed_does_not_wait_for_the_others(port):
+    script = """
+import sys, time
+from styrax.core.distributed import abandon, initialize
+initialize(timeout=60)
+if sys.argv[1] == "0":
+    abandon(3)
+    sys.exit("this is why")
+time.sleep(600)
+"""
+    environment = {**os.environ, "STYRAX_COORDINATOR": f"127.0.0.1:{port}", "STYRAX_NUM_PROCESSES": "2"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(number)],
+            env={**environment, "STYRAX_PROCESS_ID": str(number)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        _, err = workers[0].communicate(timeout=100)
+        assert workers[0].returncode == 3
+        assert "this is why" in err
+        workers[1].communicate(timeout=60)  # the coordinator is gone with process 0
+        assert workers[1].returncode != 0
     finally:
         for worker in workers:
             worker.kill()
@@ -133,6 +181,6 @@ SLURM = {
 )
 def test_what_each_environment_means(monkeypatch, environ, plan):
     seen = []
-    monkeypatch.setattr(distributed, "_join", lambda plan, timeout: seen.append(plan) or True)
+    monkeypatch.setattr(distributed, "_join", lambda plan, timeout, heartbeat: seen.append(plan) or True)
     assert distributed.initialize(environ=environ) is True
     assert seen == [plan]

@@ -56,10 +56,10 @@ def test_values_from_python_are_checked():
 
 def test_an_axis_that_no_rule_uses_is_named():
     assert idle_axes(name for rule in DEFAULT_RULES.values() for name in rule) == []
-    assert idle_axes(["data", "dta", "stage"]) == [
+    assert idle_axes(["data", "dta", "zone"]) == [
         f"{name}: no rule splits anything over this mesh axis{hint}; the axes with rules are "
         "data, fsdp, expert, stage, context, tensor"
-        for name, hint in (("dta", " (did you mean 'data'?)"), ("stage", ""))
+        for name, hint in (("dta", " (did you mean 'data'?)"), ("zone", ""))
     ]
     assert idle_axes(["stage", "data"], {"layers": ("stage",)}) == [
         "data: no rule splits anything over this mesh axis; the axes with rules are stage"

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from styrax.core import UserError
-from styrax.train import session
+from styrax.train import ending
 from styrax.train.baselines import Bigram, gzip_bits_per_byte
 from styrax.train.interrupts import Interrupts
 from styrax.train.report import summarise
@@ -39,7 +39,7 @@ class Data:
 def test_nothing_held_out_has_no_baselines():
     assert gzip_bits_per_byte(b"") is None
     assert Bigram(4).bits_per_byte([], np.ones(4, int)) is None
-    assert session.baselines(Data(), 2, Interrupts()) == {
+    assert ending.baselines(Data(), range(2), Interrupts()) == {
         "tokens_seen": 6,
         "gzip_bits_per_byte": None,
         "bigram_bits_per_byte": None,
@@ -47,7 +47,7 @@ def test_nothing_held_out_has_no_baselines():
 
 
 def test_a_run_that_ends_without_a_finite_loss_is_no_success(run):
-    session.check_ending(summarise(run))
+    ending.check_ending(summarise(run))
     run.metrics.write_text(NAN_RUN)
     with pytest.raises(UserError, match="2 steps, but the last loss is not finite"):
-        session.check_ending(summarise(run))
+        ending.check_ending(summarise(run))

@@ -21,7 +21,7 @@ from train_toys import (
 
 from styrax.core import UserError
 from styrax.train import Term, fit
-from styrax.train.hooks import Hook
+from styrax.train.hooks import Hook, StopFile
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit():
@@ -111,6 +111,108 @@ def test_held_out_is_evaluated_when_due_and_at_the_end():
     assert result.held_out.loss == pytest.approx(error / sum(b["mask"].sum() for b in held), rel=1e-5)
     assert result.held_out.bits_per_byte is None
     assert "held_out_bits_per_byte" not in tracker.lines[5]
+
+
+def test_several_held_out_sets_have_names():
+    def loss(model, batch, rngs):
+        return {"loss": toy_loss(model, batch, rngs)["fit"]}
+
+    class Told(Hook):
+        names = ()
+
+        def on_evaluate(self, step, result, seconds):
+            Told.names += ((step, result.name),)
+
+    def run(held):
+        tracker = MemoryTracker()
+        options = {"eval_every": 2, "tracker": tracker, "hooks": [Told()]}
+        return fit(lambda r: Toy(r), TX, ToyData(), loss, steps=3, held_out=held, **options), tracker.lines
+
+    both, lines = run({"code": [toy_batch(100)], "prose": [toy_batch(101), toy_batch(102)]})
+    alone, single = run([toy_batch(101), toy_batch(102)])
+    assert Told.names == ((2, "code"), (2, "prose"), (3, "code"), (3, "prose"), (2, ""), (3, ""))
+    assert both.held_out["prose"].loss == alone.held_out.loss == lines[3]["held_out_loss/prose"]
+    assert lines[3]["held_out_loss/code"] == both.held_out["code"].loss != alone.held_out.loss
+    assert "held_out_loss" not in lines[3] and "held_out_loss" in single[3]
+    for wrong in ({"code": iter([])}, {1: [toy_batch(0)]}, {"code": toy_batch(0)}):
+        with pytest.raises(UserError, match=r"held_out.*expected a list of batches"):
+            run(wrong)
+
+
+def test_a_hook_is_told_as_often_as_it_asks():
+    class Some(Hook):
+        every = 3
+        steps = ()
+
+        def on_step(self, step, metrics):
+            Some.steps += (step,)
+
+    train(7, hooks=[Some()])
+    assert Some.steps == (3, 6, 7)
+
+
+class Enough(Hook):
+    def __init__(self, at):
+        self.at = at
+
+    def on_step(self, step, metrics):
+        return "enough" if step >= self.at else None
+
+
+def test_a_wish_to_stop_ends_the_run_as_its_last_step_would():
+    def loss(model, batch, rngs):
+        return {"loss": toy_loss(model, batch, rngs)["fit"]}
+
+    def run(steps, **options):
+        tracker, checkpointer = MemoryTracker(), options.pop("checkpointer", MemoryCheckpointer())
+        options |= {"tracker": tracker, "checkpointer": checkpointer, "held_out": [toy_batch(100)]}
+        return fit(lambda r: Toy(r), TX, ToyData(), loss, steps=steps, **options), tracker, checkpointer
+
+    result, tracker, checkpointer = run(20, hooks=[Enough(3)])
+    assert (result.step, result.stopped, result.interrupted) == (4, "enough", None)  # told one step later
+    assert tracker.lines[4]["held_out_loss"] == result.held_out.loss
+    assert checkpointer.steps() == [4]
+    more, _, _ = run(6, checkpointer=checkpointer)
+    assert more.stopped is None
+    whole, _, _ = run(6)
+    equal(numbers(more.state), numbers(whole.state))
+    assert run(3, hooks=[Enough(3)])[0].stopped is None  # it was the last step anyway
+
+
+def test_patience_is_a_hook():
+    class Patience(Hook):
+        def on_evaluate(self, step, result, seconds):
+            return "no better" if step == 4 else None
+
+    def loss(model, batch, rngs):
+        return {"loss": toy_loss(model, batch, rngs)["fit"]}
+
+    result = fit(
+        lambda r: Toy(r), TX, ToyData(), loss, steps=9, held_out=[toy_batch(1)], eval_every=2, hooks=[Patience()]
+    )
+    assert (result.step, result.stopped) == (4, "no better")
+
+
+def test_a_file_stops_the_run(tmp_path):
+    clock = iter([0.0, 0.5, 1.0, 1.5, 2.0, 2.5])
+    hook = StopFile(tmp_path / "STOP", clock=lambda: next(clock))
+    (tmp_path / "STOP").touch()
+    assert "STOP was found" in hook.on_step(1, {})
+    assert hook.on_step(2, {}) is None  # it looks once a second
+    assert hook.on_step(3, {})
+    (tmp_path / "STOP").unlink()
+    assert [hook.on_step(step, {}) for step in (4, 5)] == [None, None]
+
+
+def test_samples_are_taken_on_the_way_and_change_nothing():
+    taken = []
+
+    def sample(result):
+        taken.append((result.step, result.model(jnp.ones((1, 4))).shape))
+
+    result = train(6, sample=sample, sample_every=2)
+    assert taken == [(2, (1, 3)), (4, (1, 3))]
+    equal(numbers(result.state), numbers(train(6).state))
 
 
 def test_log_every_keeps_the_last_step():

@@ -1,8 +1,12 @@
 """Joins the processes of a job, from explicit arguments or from what a scheduler put in the environment."""
 
+import atexit
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+import socket
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from styrax.core.errors import UserError
@@ -21,6 +25,7 @@ def initialize(
     process_id: int | None = None,
     *,
     timeout: int = 300,
+    heartbeat: int = 30,
     environ: Mapping[str, str] | None = None,
 ) -> bool:
     """Join a multi-process job; do nothing in a job of one process.
@@ -34,13 +39,15 @@ def initialize(
        otherwise the one with its local number.
     3. A TPU slice of several hosts on GKE, or several slices: left to jax's own detection.
 
-    Call it before anything else uses jax devices. On CPUs the processes talk through gloo.
+    Call it before anything else uses jax devices. On CPUs the processes talk through gloo. A process that gives no sign
+    of life for `heartbeat` seconds counts as dead, and jax then ends all others, even those that wait for it on a device.
 
     Args:
         coordinator: `host:port` of process 0, reachable from all.
         num_processes: How many processes the job has.
         process_id: Which one this is, from 0.
-        timeout: Seconds to wait for the others.
+        timeout: Seconds to wait for the others at the start.
+        heartbeat: Seconds without a sign of life after which a process counts as dead.
         environ: The environment; `os.environ` by default.
 
     Returns:
@@ -59,7 +66,56 @@ def initialize(
     plan = next((plan for plan in plans if plan is not None), None)
     if plan is None or plan.get("num_processes") == 1:
         return False
-    return _join(plan, timeout)
+    return _join(plan, timeout, heartbeat)
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Hold a free port of this machine for a coordinator that is about to be started.
+
+    A port that is merely found free can be taken by anyone, even as the near end of a connection, before the
+    coordinator listens on it. This one stays bound, without listening, in the way that lets a server of the same user
+    bind it too, as gRPC's do. Where a system has no such way the port is free when it is given out, and no more.
+
+    Example:
+        >>> with reserved_port() as port:
+        ...     0 < port < 65536
+        True
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    holder = socket.socket(family)
+    try:
+        if family == socket.AF_INET6:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        shared = getattr(socket, "SO_REUSEPORT", None)
+        if shared is not None:
+            holder.setsockopt(socket.SOL_SOCKET, shared, 1)
+        holder.bind(("", 0))
+        port = holder.getsockname()[1]
+        if shared is None:
+            holder.close()
+        yield port
+    finally:
+        holder.close()
+
+
+def abandon(code: int = 1) -> None:
+    """Let this process end without waiting for the others, when it comes to its end.
+
+    At exit jax waits for all processes of the job. One that failed would so wait for others that wait for it on a
+    device, until a timeout of minutes, while its signs of life keep them waiting. What it has to say is said first.
+
+    Args:
+        code: Its exit status, whatever it would have been.
+    """
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+    atexit.register(leave)  # what was registered last runs first
 
 
 def _explicit(given: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any] | None:
@@ -123,7 +179,7 @@ def _tpu(environ: Mapping[str, str]) -> dict[str, Any] | None:
     return {} if several else None
 
 
-def _join(plan: dict[str, Any], timeout: int) -> bool:
+def _join(plan: dict[str, Any], timeout: int, heartbeat: int) -> bool:
     import jax
 
     if jax.distributed.is_initialized():
@@ -131,7 +187,12 @@ def _join(plan: dict[str, Any], timeout: int) -> bool:
     # Without this jax would detect a cluster again and override the devices of an explicit plan.
     method = "deactivate" if plan else None
     try:
-        jax.distributed.initialize(**plan, cluster_detection_method=method, initialization_timeout=timeout)
+        jax.distributed.initialize(
+            **plan,
+            cluster_detection_method=method,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=heartbeat,
+        )
     except (RuntimeError, ValueError) as error:
         where = plan.get("coordinator_address", "detected by jax")
         raise UserError(f"cannot join the job (coordinator {where}): {error}") from error

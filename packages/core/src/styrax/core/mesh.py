@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from styrax.core import tree
 from styrax.core.config.convert import check
 from styrax.core.errors import UserError, nearest
+from styrax.core.slices import arranged, slices_of
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -147,29 +148,8 @@ class MeshConfig:
         devices = jax.devices() if devices is None else list(devices)
         sizes = self.sizes(len(devices))
         if self.slices > 1 or len(slices_of(devices)) > 1:
-            return jax.sharding.Mesh(self._across(devices, sizes), tuple(sizes), axis_types=_auto(len(sizes)))
+            return jax.sharding.Mesh(arranged(devices, sizes, self.dcn), tuple(sizes), axis_types=_auto(len(sizes)))
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(len(sizes)), devices=devices)
-
-    def _across(self, devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
-        """Arrange devices of several slices, the ways across slices of each axis before those within."""
-        import numpy as np
-
-        found = slices_of(devices)
-        if found and len(found) != self.slices:
-            said = ", ".join(f"{name}={ways}" for name, ways in self.dcn.items()) or "nothing"
-            raise UserError(
-                f"mesh.dcn says {said} across slices, which is {self.slices} slice(s), and the devices are in "
-                f"{len(found)}; set it, such as dcn = {{ data = {len(found)} }}, so that the ways multiply to that"
-            )
-        outer = tuple(self.dcn.get(name, 1) for name in sizes)
-        inner = tuple(size // ways for size, ways in zip(sizes.values(), outer))
-        if found:
-            from jax.experimental.mesh_utils import create_hybrid_device_mesh
-
-            return create_hybrid_device_mesh(inner, outer, devices)
-        order = [axis + half * len(sizes) for axis in range(len(sizes)) for half in (0, 1)]
-        grid = np.array(devices, dtype=object).reshape(*outer, *inner)
-        return grid.transpose(order).reshape(tuple(sizes.values()))
 
     def abstract(self, n: int) -> AbstractMesh:
         """Give the mesh's shape for `n` devices that need not exist, to plan and compile ahead.
@@ -185,17 +165,6 @@ class MeshConfig:
 
         sizes = self.sizes(n)
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(len(sizes)))
-
-
-def slices_of(devices: Iterable[Any]) -> list[int]:
-    """List the slices that devices say they are in; empty where they do not know, as on a CPU.
-
-    >>> import jax
-    >>> slices_of(jax.devices("cpu"))
-    []
-    """
-    found = {getattr(device, "slice_index", None) for device in devices if device.platform != "cpu"}
-    return sorted(index for index in found if index is not None)
 
 
 def idle_axes(names: Iterable[str], rules: Rules = DEFAULT_RULES) -> list[str]:

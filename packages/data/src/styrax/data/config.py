@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from styrax.data.build import Progress
     from styrax.data.dataset import LMData
     from styrax.data.plan.mixture import Mixture
+    from styrax.data.sharded import Spec
     from styrax.data.store import TokenStore
     from styrax.data.tokenizer import StoreTokenizer
 
@@ -102,6 +103,23 @@ class TokensConfig:
             )
         store = _open(self, self.tokenizer, cache_dir, progress)
         return _rows(self, store, seed)
+
+    def shapes(self) -> tuple[int | None, list[Spec]]:
+        """Tell how many ids there are and what batches look like, reading no text and building nothing.
+
+        Returns:
+            The size of the vocabulary (for `bpe:N` it is N, which a small text may not fill; `None` if only the store
+            at a URL knows), and the specs that the data would announce.
+
+        Raises:
+            UserError: The tokenizer or the store is missing.
+
+        Example:
+            >>> vocab_size, specs = TokensConfig(tokenizer="bpe:512", seq_len=64, batch_size=4).shapes()
+            >>> vocab_size, specs[0]["tokens"]
+            (512, ((4, 64), dtype('int32')))
+        """
+        return _vocab_size(self, self.tokenizer), _specs(self.seq_len, self.batch_size)
 
     def load_tokenizer(self, path: Path) -> StoreTokenizer:
         """Read the tokenizer that a run keeps beside its checkpoints.
@@ -207,6 +225,11 @@ class MixtureConfig:
         mixture = Mixture(stores, self.weights or None, interpolate=self.interpolate, max_epochs=limits or None)
         return _rows(self, mixture, seed)
 
+    def shapes(self) -> tuple[int | None, list[Spec]]:
+        """Tell how many ids there are and what batches look like; see `TokensConfig.shapes`."""
+        known = (_vocab_size(source, self.tokenizer) for source in self.sources.values())
+        return next((size for size in known if size is not None), None), _specs(self.seq_len, self.batch_size)
+
     def load_tokenizer(self, path: Path) -> StoreTokenizer:
         """Read the tokenizer that a run keeps beside its checkpoints."""
         from styrax.data.tokenizer import load_tokenizer
@@ -232,6 +255,41 @@ def _open(
         cache_dir=cache_dir,
         progress=progress,
     )
+
+
+def _vocab_size(source: TokensConfig | SourceConfig, tokenizer: str) -> int | None:
+    """Find the size of the vocabulary without reading text."""
+    from styrax.data.store.files import is_url
+
+    if source.store is not None:
+        if is_url(source.store):
+            return None
+        from styrax.data.store import TokenStore
+
+        return TokenStore(source.store).meta["tokenizer"]["vocab_size"]
+    if (size := bpe_size(tokenizer)) is not None:
+        return size
+    from styrax.data.tokenizer import ByteTokenizer, load_tokenizer
+
+    return ByteTokenizer.vocab_size if tokenizer == "byte" else load_tokenizer(Path(tokenizer)).vocab_size
+
+
+def _specs(seq_len: int | Points, batch_size: int | Points) -> list[Spec]:
+    """Give the spec of each phase of the schedules, each once, in order."""
+    from styrax.data.dataset import DTYPES
+    from styrax.data.plan.timeline import parse_points
+
+    problems: list[str] = []
+    widths, sizes = parse_points("seq_len", seq_len, problems), parse_points("batch_size", batch_size, problems)
+    if problems:
+        raise UserError("\n".join(problems))
+    steps = sorted({step for step, _ in (*widths, *sizes)})
+
+    def at(points: list[tuple[int, int]], step: int) -> int:
+        return next(number for begin, number in reversed(points) if begin <= step)
+
+    shapes = dict.fromkeys((at(sizes, step), at(widths, step)) for step in steps)
+    return [{name: (shape, dtype) for name, dtype in DTYPES.items()} for shape in shapes]
 
 
 def _rows(config: TokensConfig | MixtureConfig, store: TokenStore | Mixture, seed: int) -> LMData:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from styrax.models.layers.attention import Attention
 from styrax.models.layers.delta import GatedDelta
-from styrax.models.layers.dropout import dropout
+from styrax.models.layers.dropout import dropout, of_layer, two
 from styrax.models.layers.fence import fence
 from styrax.models.layers.latent import LatentAttention
 from styrax.models.layers.mlp import MLP
@@ -125,14 +125,14 @@ class Block(nnx.Module):
             scope: What all blocks share.
             layer: The block's number in the model.
             index: Its number in its stack.
-            key: For dropout, the same for all blocks; `None` drops nothing.
+            key: For dropout, one for each row, the same for all blocks; `None` drops nothing.
             own: The embeddings of this layer, if the config asks for such.
 
         Returns:
             The residual stream, the cache, what the experts' router reports, `None` without experts, and the keys
             and values for layers that have none, by the name of this layer's kind: of a source only.
         """
-        attn_key, mlp_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, layer))
+        attn_key, mlp_key = (None, None) if key is None else two(of_layer(key, layer))
         pre, post = self.placement != "post", self.placement != "pre"
         normed = self.attn_norm(x) if pre else x
         lent: dict[str, tuple[Array, Array]] = {}

@@ -17,7 +17,7 @@ from styrax.models.block import Block, times
 from styrax.models.cache import KVCache, Latents, Slots, States, slots_for
 from styrax.models.generate import generate
 from styrax.models.layers.attention import Reach, Scope
-from styrax.models.layers.dropout import dropout
+from styrax.models.layers.dropout import dropout, of_layer, of_rows
 from styrax.models.layers.embed import Embed
 from styrax.models.layers.fence import fence, rows
 from styrax.models.layers.linear import Linear
@@ -175,19 +175,23 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
+        row_ids: Int[Array, " batch"] | None = None,
     ) -> Hidden:
         """Compute what the head takes, for a caller that wants the logits of some positions only.
 
         Args:
             blocks: From `blocks`; in a loop of calls, cut once.
             tokens: And all the others: as for the model itself.
+            row_ids: As for `losses`.
         """
         _check_shapes(tokens, positions=positions, segment_ids=segment_ids)
         config = self.config
         scope = self.scope(tokens, positions, segment_ids, cache)
-        key = rngs.dropout() if rngs is not None and config.dropout else None
+        key = None
+        if rngs is not None and config.dropout:
+            key = of_rows(rngs.dropout(), jnp.arange(len(tokens)) if row_ids is None else row_ids)
 
-        def step_in(scope: Scope) -> Step:
+        def step_in(scope: Scope, key: Any = key) -> Step:
             def step(block: Any, turn: Turn, x: Any, part: Any) -> tuple[Any, Any, Any, Any]:
                 seen, at = scope._replace(lent=turn.lent), {"layer": turn.layer, "index": turn.place}
                 return block(x, part, scope=seen, key=key, own=turn.own, **at)
@@ -202,7 +206,7 @@ class Decoder(nnx.Module):
             x = jnp.where((segment_ids != 0)[..., None], x, 0)
             if per_layer is not None:
                 per_layer = jnp.where((segment_ids != 0)[..., None, None], per_layer, 0)
-        embed_key = None if key is None else jax.random.fold_in(key, config.num_layers)
+        embed_key = None if key is None else of_layer(key, config.num_layers)
         x = rows(dropout(x, config.dropout, embed_key))
         if per_layer is not None:
             per_layer = jnp.moveaxis(per_layer, 2, 0).reshape(config.num_layers, *x.shape[:-1], -1)
@@ -211,7 +215,7 @@ class Decoder(nnx.Module):
         remat = cache is None and remat_of(config.remat, self.embed.embedding[...])
         here, step = mesh_of(self.embed.embedding[...]), step_in(scope)
         if cache is None and here.free.get(pipeline.AXIS, 1) > 1:
-            x, reports = self._pipelined(step_in, x.reshape(*tokens.shape, -1), positions, segment_ids, here)
+            x, reports = self._pipelined(step_in, x.reshape(*tokens.shape, -1), (positions, segment_ids, key), here)
         elif scans(config.scan, self.embed.embedding[...]):
             x, parts, reports = run_scanned(step, segments, blocks, x, parts, remat=remat, rows=per_layer)
         else:
@@ -222,9 +226,7 @@ class Decoder(nnx.Module):
             x = jnp.where(cache.lengths[:, None, None] > cache.capacity, jnp.nan, x)
         return Hidden(x, cache, tuple(each for each in reports if each is not None))
 
-    def _pipelined(
-        self, step_in: Any, x: Array, positions: Any, segment_ids: Any, here: Here
-    ) -> tuple[Array, tuple[Any, ...]]:
+    def _pipelined(self, step_in: Any, x: Array, given: tuple[Any, ...], here: Here) -> tuple[Array, tuple[Any, ...]]:
         config, segments = self.config, self.config.plan[1]
         if config.arch.per_layer is not None or config.arch.sharing is not None:
             raise UserError("a pipeline (mesh axis stage) cannot run layers that share keys or have embeddings each")
@@ -233,10 +235,10 @@ class Decoder(nnx.Module):
 
         def make_step(given: Any) -> Step:
             tokens = jnp.zeros((len(x) // plan.microbatches, x.shape[1]), "int32")
-            return step_in(self.scope(tokens, given[0], given[1], None))
+            return step_in(self.scope(tokens, given[0], given[1], None), given[2])
 
         shared: dict[str, Any] = {"plan": plan, "here": here, "remat": remat}
-        return pipeline.run_pipelined(make_step, segments[0], self._stacks(), x, (positions, segment_ids), **shared)
+        return pipeline.run_pipelined(make_step, segments[0], self._stacks(), x, given, **shared)
 
     def scope(self, tokens: Array, positions: Array | None, segment_ids: Array | None, cache: KVCache | None) -> Scope:
         """Make what all blocks share; what differs between kinds of attention, once for each kind."""
@@ -288,6 +290,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch seq"] | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
         rngs: nnx.Rngs | None = None,
+        row_ids: Int[Array, " batch"] | None = None,
     ) -> dict[str, LossTerm]:
         """Compute every part of the training objective as a sum and what it is divided by; see `losses.next_token`.
 
@@ -297,13 +300,17 @@ class Decoder(nnx.Module):
             tokens: And `positions`, `segment_ids`, `rngs`: as for the model itself.
             targets: The token after each.
             mask: What counts.
+            row_ids: Numbers of the rows in a whole batch, of which these are a part: by them, and not by where it
+                stands, a row draws its dropout. `None` counts from 0.
 
         Returns:
             `loss`, the cross-entropy in nats; `z_loss` if `scales.z_loss` asks for it; `mtp_1` and so on, those of
             the tokens after the next one, if `arch.head.mtp` does; and of experts what
             `styrax.models.losses.routers` lists.
         """
-        return objective.losses(self, tokens, targets, mask, positions=positions, segment_ids=segment_ids, rngs=rngs)
+        return objective.losses(
+            self, tokens, targets, mask, positions=positions, segment_ids=segment_ids, rngs=rngs, row_ids=row_ids
+        )
 
     def end_step(self) -> None:
         """Finish a step of training: move what follows from counts of the whole batch and not from a gradient.

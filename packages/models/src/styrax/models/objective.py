@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from styrax.models.block import Block, times
+from styrax.models.layers.dropout import of_rows
 from styrax.models.layers.fence import rows
 from styrax.models.losses import LossTerm, next_token, routers
 from styrax.models.mtp import MTP, ahead
@@ -31,6 +32,7 @@ def losses(
     positions: Int[Array, "batch seq"] | None,
     segment_ids: Int[Array, "batch seq"] | None,
     rngs: nnx.Rngs | None,
+    row_ids: Int[Array, " batch"] | None,
 ) -> dict[str, LossTerm]:
     """Compute every part of the objective; see `Decoder.losses`.
 
@@ -40,12 +42,13 @@ def losses(
     """
     arch, params = model.config.arch, model.head_params()
     places: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids}
-    found = model.hidden(model.blocks(), tokens, rngs=rngs, **places)
+    drawn: dict[str, Any] = {"rngs": rngs, "row_ids": row_ids}
+    found = model.hidden(model.blocks(), tokens, **drawn, **places)
     size = {"vocab_size": model.vocab_size, "z_loss": model.config.scales.z_loss}
     terms, reports = next_token(model.head_of, params, found.x, targets, mask, **size), found.reports
     if depth := arch.head.mtp:
         further = []
-        for name, (x, aims, kept), report in _further(model, found.x, tokens, targets, mask, rngs=rngs, **places):
+        for name, (x, aims, kept), report in _further(model, found.x, tokens, targets, mask, **drawn, **places):
             loss = next_token(model.head_of, params, x, aims, kept, vocab_size=model.vocab_size)["loss"]
             terms[name] = loss._replace(coef=arch.head.mtp_coef / depth)
             further += [] if report is None else [report]
@@ -80,12 +83,14 @@ def _routers(model: Decoder) -> list[Any]:
 
 
 def _further(
-    model: Decoder, x: Array, tokens: Array, targets: Array, mask: Array, *, rngs: nnx.Rngs | None, **places: Any
+    model: Decoder, x: Array, tokens: Array, targets: Array, mask: Array, *, rngs: Any, row_ids: Any, **places: Any
 ) -> Iterator[tuple[str, tuple[Array, Array, Array], Any]]:
     """Give, for each token beyond the next, the head's input with targets and mask, and the router's report."""
     config, segment_ids = model.config, places["segment_ids"]
     scope = model.scope(tokens, places["positions"], segment_ids, None)
-    key = rngs.dropout() if rngs is not None and config.dropout else None
+    key = None
+    if rngs is not None and config.dropout:
+        key = of_rows(rngs.dropout(), jnp.arange(len(tokens)) if row_ids is None else row_ids)
     for number, each in enumerate(unstack(model.mtp)):
         known, aims, kept = ahead(number + 1, tokens, targets, mask, segment_ids)
 

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 from styrax.core import lazy_exports
 
 if TYPE_CHECKING:
-    from styrax.train.config import SCHEMA, TrainConfig
+    from styrax.train.config import SCHEMA, Spike, TrainConfig
     from styrax.train.evaluate import HeldOut, evaluator
+    from styrax.train.goodput import Goodput
+    from styrax.train.hooks import Hook, StopFile
     from styrax.train.loop import FitResult, fit
     from styrax.train.loss import Term, next_token_loss
     from styrax.train.rundir import RunDir
@@ -15,8 +17,12 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "FitResult",
+    "Goodput",
     "HeldOut",
+    "Hook",
     "RunDir",
+    "Spike",
+    "StopFile",
     "Term",
     "TrainConfig",
     "TrainState",
@@ -31,8 +37,12 @@ __getattr__, __dir__ = lazy_exports(
     {
         "SCHEMA": "config",
         "FitResult": "loop",
+        "Goodput": "goodput",
         "HeldOut": "evaluate",
+        "Hook": "hooks",
         "RunDir": "rundir",
+        "Spike": "config",
+        "StopFile": "hooks",
         "Term": "loss",
         "TrainConfig": "config",
         "TrainState": "step",

@@ -136,11 +136,13 @@ def check_fit(
             f"data: expected an iterable of batches, got {_shown(data)}; one batch again and again is "
             "itertools.repeat(batch)"
         )
-    if held_out is not None and (isinstance(held_out, (Iterator, Mapping)) or not isinstance(held_out, Iterable)):
-        problems.append(
-            f"held_out: expected a list of batches, which is read at each evaluation, got {_shown(held_out)}; "
-            "write list(...) around an iterator"
-        )
+    sets = held_out if isinstance(held_out, Mapping) else {"": held_out} if held_out is not None else {}
+    for name, batches in sets.items():
+        if not isinstance(name, str) or isinstance(batches, (Iterator, Mapping)) or not isinstance(batches, Iterable):
+            problems.append(
+                f"held_out{f'[{name!r}]' if name else ''}: expected a list of batches, which is read at each "
+                f"evaluation, or such lists by name, got {_shown(batches)}; write list(...) around an iterator"
+            )
     for name, value, methods in (
         ("checkpointer", checkpointer, ("save", "restore", "steps")),
         ("tracker", tracker, ("log",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,25 @@ from styrax.train.checks import check_batch
 from styrax.train.hooks import Hook
 
 
+def lower_step(raw: Callable[..., Any], state: Any, batch: Any, mesh: jax.sharding.Mesh | None = None) -> Any:
+    """Lower a step as a run does: the state is donated, and comes out where it went in.
+
+    The mesh is set, as parts that the compiler cannot split, such as attention kernels, ask for it.
+
+    Args:
+        raw: The step, ``raw(state, batch) -> (state, metrics)``.
+        state: Arrays, or ``jax.ShapeDtypeStruct`` with shardings.
+        batch: Likewise.
+        mesh: Where they lie; None for one device.
+
+    Returns:
+        A ``jax.stages.Lowered``; call its ``compile()``.
+    """
+    where = jax.tree.map(lambda x: x.sharding, state)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        return jax.jit(raw, donate_argnums=0, out_shardings=(where, None)).lower(state, batch)
+
+
 class CompiledStep:
     """Calls a step, compiling it for the first batch, and for others only if their shape was announced.
 
@@ -23,7 +43,8 @@ class CompiledStep:
     Args:
         raw: The step.
         accumulate: Micro-batches a step.
-        shards: Devices along the mesh's batch axes.
+        mesh: The device mesh; None for one device.
+        shards: Devices along its batch axes.
         announced: Name -> shape and dtype, for each shape of batch to come.
         hooks: Told before and after each compilation.
     """
@@ -33,11 +54,12 @@ class CompiledStep:
         raw: Callable[..., Any],
         *,
         accumulate: int,
+        mesh: jax.sharding.Mesh | None = None,
         shards: int,
         announced: Iterable[Mapping[str, tuple[tuple[int, ...], Any]]],
         hooks: Sequence[Hook],
     ) -> None:
-        self._raw, self._hooks = raw, hooks
+        self._raw, self._hooks, self._mesh = raw, hooks, mesh
         self._accumulate, self._shards = accumulate, shards
         self._announced = {
             frozenset((name, tuple(shape), _dtype(dtype)) for name, (shape, dtype) in spec.items())
@@ -71,8 +93,7 @@ class CompiledStep:
         for hook in self._hooks:
             hook.on_compile(None)
         begin = time.perf_counter()
-        where = jax.tree.map(lambda x: x.sharding, state)
-        compiled = jax.jit(self._raw, donate_argnums=0, out_shardings=(where, None)).lower(state, batch).compile()
+        compiled = lower_step(self._raw, state, batch, self._mesh).compile()
         for hook in self._hooks:
             hook.on_compile(time.perf_counter() - begin)
         return compiled

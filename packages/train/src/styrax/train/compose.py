@@ -55,6 +55,7 @@ def make_mesh(resolved: Resolved) -> Any:
     import jax
 
     from styrax.core import UserError
+    from styrax.core.slices import slices_of
     from styrax.train.config import batch_misfits
     from styrax.train.shardings import batch_shards
 
@@ -62,7 +63,7 @@ def make_mesh(resolved: Resolved) -> Any:
     if len(jax.devices()) == 1:
         config.sizes(1)
         return None
-    mesh = config.build()
+    mesh = config.over_slices(max(1, len(slices_of(jax.devices())))).build()
     if problems := batch_misfits(resolved.sections, batch_shards(mesh)):
         raise UserError("\n".join(problems))
     return mesh
@@ -70,17 +71,48 @@ def make_mesh(resolved: Resolved) -> Any:
 
 def compose(resolved: Resolved, dataset: Any) -> Parts:
     """Make every part but the checkpointer, which needs the folder of the run."""
+    sections = resolved.sections
+    model = make_model(resolved, dataset.vocab_size)
+    optim = sections["optim"]
+    tx, derive = make_tx(resolved, model), getattr(optim, "eval_params", None)
+    return Parts(model, tx, optim.metrics, derive, dataset, make_mesh(resolved), sections["model"].logical_axes())
+
+
+def fit_options(resolved: Resolved, parts: Parts) -> dict[str, Any]:
+    """What :func:`styrax.train.fit` is told of a run by its configuration, beside the model, optimizer and data."""
+    config, dataset = resolved.sections["train"], parts.dataset
+    return {
+        "seed": config.seed,
+        "accumulate": config.accumulate,
+        "metrics": parts.metrics,
+        "eval_params": parts.eval_params,
+        "mesh": parts.mesh,
+        "logical_axes": parts.logical_axes,
+        "save_every": resolved.sections["checkpoint"].every,
+        "log_every": config.log_every,
+        "held_out": dataset.held_out(),
+        "token_bytes": dataset.token_bytes,
+        "eval_every": config.eval_every or None,
+        "spike": config.spike,
+        "initial": make_initial(resolved),
+    }
+
+
+def make_initial(resolved: Resolved) -> Callable[[Any, Any], Any] | None:
+    """What loads the weights to begin with, for a model that names some; None if they are drawn."""
+    load = getattr(resolved.sections["model"], "load", None)
+    policy = Policy.parse(resolved.sections["train"].precision)
+    return None if load is None else lambda mesh, rules: load(mesh=mesh, rules=rules, policy=policy)
+
+
+def make_tx(resolved: Resolved, model: Callable[[Any], Any]) -> Any:
+    """The optax transformation for the parameters of a model, which need not exist."""
     from flax import nnx
 
     from styrax.train.step import split_model
 
-    sections = resolved.sections
-    model = make_model(resolved, dataset.vocab_size)
     abstract = split_model(nnx.eval_shape(lambda: model(nnx.Rngs(0))))[1]
-    optim = sections["optim"]
-    tx = optim.build(abstract, steps=sections["train"].steps)
-    derive = getattr(optim, "eval_params", None)
-    return Parts(model, tx, optim.metrics, derive, dataset, make_mesh(resolved), sections["model"].logical_axes())
+    return resolved.sections["optim"].build(abstract, steps=resolved.sections["train"].steps)
 
 
 def load_model(resolved: Resolved, checkpoints: Path, vocab_size: int) -> tuple[Any, int]:

@@ -4,18 +4,61 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from styrax.core import UserError, registry
-from styrax.core.config import Choice, NonNegative, NonNegativeFloat, Positive, Schema, Seed, check
+from styrax.core.config import Choice, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Schema, Seed, check
 from styrax.core.mesh import MeshConfig, idle_axes
 from styrax.core.precision import Policy
 
 Steps = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 """A number of steps; the step is counted in 32 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike:
+    """What to do when the loss is suddenly far above what it was.
+
+    To skip the update of such a step instead, set ``optim.extras.spikes``: the optimizer then judges the norm of the
+    gradient within the step. Both can be had.
+
+    Attributes:
+        action: "none", or "rollback": go back to the newest checkpoint, and on from there over the data that come
+            next, so that the data since that checkpoint are left out.
+        window: How many losses before it a loss is compared with; half of them must be there.
+        sigmas: How many standard deviations above their median is far; both are robust to outliers.
+        limit: Rollbacks to one and the same checkpoint before the run stops.
+    """
+
+    action: Literal["none", "rollback"] = "none"
+    window: Annotated[int, msgspec.Meta(ge=4, le=100_000)] = 128
+    sigmas: PositiveFloat = 10.0
+    limit: Positive = 3
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """What to do when a run stands still: see `styrax.train.watchdog.Watchdog`.
+
+    Attributes:
+        seconds: After so long without the end of a step, evaluation, sample or save, the stacks of all threads are
+            written to `stacks-PROCESS.txt` in the run's folder; 0 never does. Compiling does not count.
+        end: End the process then, with status 74, so that whoever started it can start it again.
+    """
+
+    seconds: NonNegativeFloat = 0.0
+    end: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +73,13 @@ class TrainConfig:
         log_every: Steps between lines of metrics.jsonl.
         eval_every: Steps between held-out evaluations; 0 evaluates at the end only.
         trackers: Further trackers by name, beside metrics.jsonl, which is always written.
-        sample_prompt: Text that the sample at the end continues; empty takes no sample.
-        sample_tokens: Length of that sample.
-        sample_temperature: Temperature of that sample; 0 is greedy.
+        sample_prompt: Text that samples continue, of which one is taken at the end; empty takes none.
+        sample_every: Steps between samples on the way; 0 takes that at the end only.
+        sample_tokens: Length of a sample.
+        sample_temperature: Temperature of samples; 0 is greedy.
         baselines: Compare with gzip and a bigram model in the report.
+        spike: What to do when the loss is suddenly far above what it was.
+        watchdog: What to do when the run stands still.
     """
 
     steps: Steps = 1000
@@ -44,9 +90,12 @@ class TrainConfig:
     eval_every: NonNegative = 0
     trackers: tuple[str, ...] = ()
     sample_prompt: str = ""
+    sample_every: NonNegative = 0
     sample_tokens: Positive = 200
     sample_temperature: NonNegativeFloat = 0.8
     baselines: bool = True
+    spike: Spike = field(default_factory=Spike)
+    watchdog: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and a precision that cannot be read."""
@@ -91,9 +140,10 @@ def misfits(sections: Mapping[str, Any]) -> list[str]:
             problems.append(f"train.trackers: {name!r} is there {times} times; name it once")
         else:
             try:
-                registry.find("styrax.trackers", name)
+                missing = getattr(registry.resolve("styrax.trackers", name), "missing", lambda: None)()
             except UserError as error:
-                problems.append(f"train.trackers: {error}")
+                missing = str(error)
+            problems += [f"train.trackers: {missing}"] if missing else []
     problems += [f"mesh.axes.{line}" for line in idle_axes(sections["mesh"].axes)]
     return problems + batch_misfits(sections)
 

@@ -2,83 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from styrax.train.evaluate import HeldOut
+from styrax.train.goodput import Goodput
 from styrax.train.hooks import Hook
 from styrax.train.rundir import RunDir
-
-
-class Pace:
-    """Tokens a second and time left, from the last steps that were not interrupted by anything."""
-
-    def __init__(self, window: int = 50) -> None:
-        self._gaps: deque[tuple[float, float]] = deque(maxlen=window)
-        self._last: float | None = None
-
-    def pause(self) -> None:
-        """Do not count the time until the next step."""
-        self._last = None
-
-    def step(self, tokens: float, now: float) -> None:
-        """Note that a step of so many tokens ended at ``now`` (seconds)."""
-        if self._last is not None:
-            self._gaps.append((now - self._last, tokens))
-        self._last = now
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Over the window; None before two steps are known."""
-        seconds = sum(gap for gap, _ in self._gaps)
-        return sum(tokens for _, tokens in self._gaps) / seconds if seconds > 0 else None
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        """The median of the window; None before two steps are known."""
-        gaps = sorted(gap for gap, _ in self._gaps)
-        return gaps[len(gaps) // 2] if gaps else None
+from styrax.train.throughput import Pace, memory, speeds
 
 
 class EventLog(Hook):
-    """Keeps wall times in events.jsonl, apart from the metrics, which must not depend on them."""
+    """Keeps wall times in events.jsonl, apart from the metrics, which must not depend on them.
 
-    def __init__(self, run: RunDir, every: float = 5.0) -> None:
-        self._run, self._every = run, every
-        self._pace, self._noted = Pace(), time.monotonic()
+    Args:
+        run: Whose events they are.
+        goodput: Account of the time; it is noted with each checkpoint, at the end, and now and then.
+        facts: What is known of devices and model, see :func:`styrax.train.throughput.speeds`.
+        every: Seconds between lines of throughput; the account of the time is noted a sixth as often.
+    """
+
+    def __init__(
+        self, run: RunDir, goodput: Goodput, facts: Mapping[str, Any] | None = None, every: float = 5.0
+    ) -> None:
+        self._run, self._goodput, self._facts, self._every = run, goodput, dict(facts or {}), every
+        self._pace, self._noted, self._accounted = Pace(), time.monotonic(), time.monotonic()
+        self._step = 0
 
     def on_start(self, step: int, steps: int, resumed: bool) -> None:
-        self._run.add_event("start", step=step, steps=steps, resumed=resumed)
+        self._step = step
+        self._run.add_event("start", step=step, steps=steps, resumed=resumed, **self._facts)
 
     def on_compile(self, seconds: float | None) -> None:
+        self._pace.pause()
         if seconds is not None:
             self._run.add_event("compile", seconds=round(seconds, 3))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = time.monotonic()
+        self._step, now = step, time.monotonic()
         self._pace.step(metrics["tokens"], now)
-        rate = self._pace.tokens_per_second
-        if now - self._noted >= self._every and rate is not None:
+        if now - self._noted >= self._every and self._pace.tokens_per_second is not None:
             self._noted = now
-            self._run.add_event("throughput", step=step, tokens_per_second=round(rate, 1))
+            self._run.add_event("throughput", step=step, **speeds(self._pace, self._facts))
+            if now - self._accounted >= 6 * self._every:
+                self.account()
 
     def on_evaluate(self, step: int, result: HeldOut, seconds: float) -> None:
         self._pace.pause()
-        self._run.add_event("evaluate", step=step, seconds=round(seconds, 3))
+        name = {"name": result.name} if result.name else {}
+        self._run.add_event("evaluate", step=step, seconds=round(seconds, 3), **name)
+
+    def on_sample(self, step: int, seconds: float) -> None:
+        self._pace.pause()
+        self._run.add_event("sample", step=step, seconds=round(seconds, 3))
 
     def on_save(self, step: int, seconds: float) -> None:
+        self._pace.pause()
         self._run.add_event("save", step=step, blocked_seconds=round(seconds, 4))
+        self.account()
+
+    def on_rollback(self, step: int, to: int, loss: float) -> None:
+        self._pace.pause()
+        told = loss if math.isfinite(loss) else str(loss)
+        self._run.add_event("rollback", step=step, to=to, loss=told)
 
     def on_interrupt(self, name: str) -> None:
         self._run.add_event("interrupt", signal=name)
 
     def on_end(self, step: int) -> None:
-        rate = self._pace.tokens_per_second
-        self._run.add_event("end", step=step, tokens_per_second=None if rate is None else round(rate, 1))
+        known = {name: size for name, size in memory().items() if size is not None}
+        self._run.add_event("end", step=step, **speeds(self._pace, self._facts), **known)
+        self.account()
+
+    def during(self, part: str) -> contextlib.AbstractContextManager[None]:
+        """Charge the time within to a part of the account."""
+        return self._goodput.during(part)
+
+    def account(self) -> None:
+        """Note where the time of this start went so far."""
+        self._accounted = time.monotonic()
+        self._run.add_event("goodput", step=self._step, nanoseconds=self._goodput.spent())
 
 
 class Display(Hook):
@@ -87,8 +96,8 @@ class Display(Hook):
     It draws from the training thread, at most four times a second, so that no thread competes with the step.
     """
 
-    def __init__(self, console: Console, *, every: float | None = None) -> None:
-        self._console = console
+    def __init__(self, console: Console, *, every: float | None = None, facts: Mapping[str, Any] | None = None) -> None:
+        self._console, self._facts = console, dict(facts or {})
         self._live = console.is_terminal
         self._every = every if every is not None else (0.25 if self._live else 5.0)
         self._pace, self._drawn, self._held_out = Pace(), 0.0, ""
@@ -125,6 +134,8 @@ class Display(Hook):
         parts = [f"step {step:,}/{self._steps:,}", f"loss {metrics['loss']:.3f}"]
         parts += [self._held_out] if self._held_out else []
         parts += [f"{rate:,.0f} tokens/s"] if rate is not None else []
+        used = speeds(self._pace, self._facts).get("mfu_causal")
+        parts += [f"MFU {used:.1%}"] if used is not None else []
         parts += [f"{clock(pace * (self._steps - step))} left"] if pace is not None else []
         if metrics.get("skipped"):
             parts.append(f"{metrics['skipped']:.0f} skipped")
@@ -132,14 +143,25 @@ class Display(Hook):
 
     def on_evaluate(self, step: int, result: HeldOut, seconds: float) -> None:
         self._pace.pause()
-        per_byte = result.bits_per_byte
-        self._held_out = f"held-out {result.loss:.3f}" if per_byte is None else f"held-out {per_byte:.3f} bits/byte"
+        per_byte, name = result.bits_per_byte, f"{result.name} " if result.name else ""
+        self._held_out = f"held-out {name}" + (
+            f"{result.loss:.3f}" if per_byte is None else f"{per_byte:.3f} bits/byte"
+        )
         if not self._live:
-            self._console.print(f"step {step:,}/{self._steps:,}  {self._held_out}")
+            self._console.print(f"step {step:,}/{self._steps:,}  {self._held_out}", markup=False)
+
+    def on_sample(self, step: int, seconds: float) -> None:
+        self._pace.pause()
 
     def on_save(self, step: int, seconds: float) -> None:
         if self._live:
             self._console.print(f"checkpoint at step {step:,}", style="dim")
+
+    def on_rollback(self, step: int, to: int, loss: float) -> None:
+        self._pace.pause()
+        self._console.print(
+            f"the loss of step {step:,} is a spike ({loss:.3f}): back to step {to:,}, over the data that come next"
+        )
 
     def on_interrupt(self, name: str) -> None:
         self._console.print(f"{name}: saving after this step")

@@ -26,11 +26,24 @@ class HeldOut(NamedTuple):
         loss: Mean negative log-likelihood of a token, in nats.
         tokens: Number of tokens in the mean.
         bits_per_byte: ``sum of nll / (ln 2 * bytes of text)``; None where the bytes of a token are not known.
+        name: Of the held-out set; empty if it is the only one and has none.
     """
 
     loss: float
     tokens: int
     bits_per_byte: float | None
+    name: str = ""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers to log.
+
+        >>> HeldOut(2.5, 10, None, "code").metrics
+        {'held_out_loss/code': 2.5}
+        """
+        end = f"/{self.name}" if self.name else ""
+        found = {f"held_out_loss{end}": self.loss}
+        return found if self.bits_per_byte is None else {**found, f"held_out_bits_per_byte{end}": self.bits_per_byte}
 
 
 def evaluator(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +16,26 @@ from flax import nnx
 
 from styrax.core import UserError
 from styrax.core.mesh import DEFAULT_RULES
+from styrax.train.accord import Accord
 from styrax.train.checks import check_arrays, check_fit
 from styrax.train.compiled import CompiledStep
+from styrax.train.config import Spike
+from styrax.train.course import Course
 from styrax.train.evaluate import HeldOut, evaluator
+from styrax.train.goodput import Goodput, Meter
 from styrax.train.hooks import Hook
 from styrax.train.interrupts import Interrupts
+from styrax.train.ledger import Ledger, tell
 from styrax.train.loss import next_token_loss
-from styrax.train.shardings import batch_sharding, batch_shards, state_shardings
-from styrax.train.snapshot import due_by_time, newest, restore, save
-from styrax.train.step import Loss, Metrics, TrainState, init_state, make_step, split_model
+from styrax.train.shardings import Initial, batch_sharding, batch_shards, lay_out
+from styrax.train.snapshot import due_by_time, encode, newest
+from styrax.train.spikes import SpikeWatch
+from styrax.train.step import Loss, Metrics, TrainState, make_step
 
 if TYPE_CHECKING:
     from styrax.core.protocols import Checkpointer, Tracker
 
-MAX_BAD_STEPS = 10
-"""A run stops after this many skipped steps in a row: it would only burn time."""
+Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +47,24 @@ class FitResult:
         graphdef: Static part of the model.
         step: Steps done, over all starts of the run.
         metrics: The last step's metrics; empty where no step was done.
-        held_out: The last evaluation, or None.
+        held_out: The last evaluation, or None; by name where the held-out sets have names.
         interrupted: Name of the signal that stopped the run, or None.
+        stopped: Why a hook wished to stop before the last step, or None.
         eval_params: As given to :func:`fit`.
+        skipped: Ranges `(first, last + 1)` of batches, in the order of the data, that rollbacks have left out.
+        goodput: Where the time went.
     """
 
     state: TrainState
     graphdef: Any
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    held_out: HeldOut | None = None
+    held_out: HeldOut | Mapping[str, HeldOut] | None = None
     interrupted: str | None = None
+    stopped: str | None = None
     eval_params: Callable[[Any, Any], Any] | None = None
+    skipped: tuple[tuple[int, int], ...] = ()
+    goodput: Goodput | None = None
 
     @property
     def model(self) -> nnx.Module:
@@ -69,7 +78,7 @@ class FitResult:
 def fit(
     model: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     tx: optax.GradientTransformation,
-    data: Iterable[Mapping[str, Any]],
+    data: Iterable[Batch],
     loss: Loss = next_token_loss,
     *,
     steps: int,
@@ -80,15 +89,20 @@ def fit(
     mesh: jax.sharding.Mesh | None = None,
     logical_axes: Mapping[str, tuple[str | None, ...]] | None = None,
     rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES,
+    initial: Initial | None = None,
     checkpointer: Checkpointer | None = None,
     save_every: int | None = None,
     run_info: Mapping[str, Any] | None = None,
     tracker: Tracker | None = None,
     log_every: int = 1,
-    held_out: Sequence[Mapping[str, Any]] | None = None,
+    held_out: Sequence[Batch] | Mapping[str, Sequence[Batch]] | None = None,
     token_bytes: np.ndarray | None = None,
     eval_every: int | None = None,
+    sample: Callable[[FitResult], None] | None = None,
+    sample_every: int | None = None,
+    spike: Spike | None = None,
     hooks: Sequence[Hook] = (),
+    goodput: Goodput | None = None,
 ) -> FitResult:
     """Train a model, or go on with what the checkpointer holds.
 
@@ -108,6 +122,9 @@ def fit(
         mesh: Device mesh; None trains on the default device.
         logical_axes: Parameter path pattern to logical axes; None replicates the parameters.
         rules: Logical axes to mesh axes.
+        initial: ``initial(mesh, rules)`` gives a module with the weights to begin with, such as
+            ``from_pretrained`` of styrax-models loads into their shards; it is asked only where there is no
+            checkpoint. None takes those that ``model`` has or draws.
         checkpointer: Where the run is saved and resumed from. The caller closes it.
         save_every: Steps between checkpoints; the last step is always saved. None or 0 saves that one only.
         run_info: JSON to keep with each checkpoint (the configuration, versions).
@@ -115,13 +132,19 @@ def fit(
             exact over a kill: later lines are dropped on resume, and it is flushed before each checkpoint.
         log_every: Steps between logged steps.
         held_out: Batches to evaluate on, ``eval_every`` steps apart and at the end; not an iterator, which would be
-            used up after the first time.
+            used up after the first time. Or several such sets by name: their metrics are ``held_out_loss/NAME``.
         token_bytes: Bytes of text a token stands for, for bits per byte.
         eval_every: Steps between evaluations; None or 0 evaluates at the end only.
-        hooks: Told of each event.
+        sample: Called ``sample_every`` steps apart, but not at the end, with the result so far. What it holds is gone
+            when the next step begins.
+        sample_every: Steps between samples; None or 0 takes none.
+        spike: What to do when the loss is suddenly far above what it was; None does nothing.
+        hooks: Told of each event; one may wish to stop.
+        goodput: Where to keep account of the time; None makes a new one, which the result has.
 
     Returns:
-        The result; ``result.interrupted`` names the signal if one stopped it, after saving.
+        The result; ``result.interrupted`` names the signal if one stopped it, after saving, and ``result.stopped`` says
+        why a hook wished to stop.
 
     Raises:
         UserError: For arguments of another kind (all are listed), batches that the mesh or ``accumulate`` does not
@@ -140,159 +163,143 @@ def fit(
     counts = {"steps": steps, "seed": seed, "accumulate": accumulate, "log_every": log_every}
     check_fit(
         model=model, tx=tx, data=data, loss=loss, mesh=mesh, rules=rules, checkpointer=checkpointer, tracker=tracker,
-        held_out=held_out, numbers={**counts, "save_every": save_every, "eval_every": eval_every},
+        held_out=held_out,
+        numbers={**counts, "save_every": save_every, "eval_every": eval_every, "sample_every": sample_every},
     )  # fmt: skip
-    with ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts(lambda name: _tell(hooks, "on_interrupt", name)))
-        graphdef, abstract, make = _plan(model, tx, seed, mesh, logical_axes, rules)
-        latest = newest(checkpointer) if checkpointer is not None else None
-        if checkpointer is not None and latest is not None:
-            state, start = restore(checkpointer, latest, abstract, data)
-        else:
-            state, start = make(), 0
-        if truncate := getattr(tracker, "truncate", None):
-            truncate(start)
-        _tell(hooks, "on_start", start, steps, latest is not None)
+    goodput = goodput or Goodput()
 
-        stream = iter(data)
-        place = _placer(mesh, rules)
-        evaluate = evaluator(graphdef, loss, eval_params) if held_out else None
-        ledger = Ledger(tracker, hooks, log_every, steps, saved=latest)
-        result, step = None, start
-        step_fn = CompiledStep(
-            make_step(graphdef, tx, loss, accumulate=accumulate, metrics=metrics),
-            accumulate=accumulate,
-            shards=batch_shards(mesh, rules) if mesh is not None else 1,
-            announced=getattr(data, "specs", ()),
-            hooks=hooks,
-        )
+    def interrupted(name: str) -> None:
+        tell(hooks, "on_interrupt", name)
 
-        while step < steps and interrupts.received is None:
-            batch = next(stream, None)
-            if batch is None:
-                raise UserError(
-                    f"the data ended after {step} of {steps} steps; repeat it, or ask for at most {step} steps"
-                )
-            batch = place(check_arrays(batch))
-            state, report = step_fn(state, batch, step)
-            step += 1
-            ledger.add(step, report)
-            last = step == steps or interrupts.received is not None
-            if evaluate is not None and (step == steps or (eval_every and step % eval_every == 0)):
+    with Interrupts(interrupted) as interrupts:
+        watch = SpikeWatch(spike) if spike is not None and spike.action == "rollback" else None
+        accord = Accord(mesh, lambda: interrupts.received)
+        with goodput.during("startup"):
+            graphdef, abstract, make = lay_out(
+                model, tx, seed=seed, mesh=mesh, logical_axes=logical_axes, rules=rules, initial=initial
+            )
+            latest = newest(checkpointer) if checkpointer is not None else None
+            now = Course(make, abstract, checkpointer, watch)
+            now.resume(latest, data)
+            start = now.step
+            accord.check_alike(step=start, steps=steps, run=run_info, data=_position(data))
+            if truncate := getattr(tracker, "truncate", None):
+                truncate(start)
+            tell(hooks, "on_start", start, steps, latest is not None)
+
+            stream = iter(data)
+            place = _placer(mesh, rules)
+            sets = dict(held_out) if isinstance(held_out, Mapping) else {"": held_out} if held_out else {}
+            evaluate = _on(mesh, evaluator(graphdef, loss, eval_params)) if sets else None
+            ledger = Ledger(tracker, hooks, goodput, every=log_every, steps=steps, saved=latest, watch=watch)
+            step_fn = CompiledStep(
+                make_step(graphdef, tx, loss, accumulate=accumulate, metrics=metrics),
+                accumulate=accumulate,
+                mesh=mesh,
+                shards=batch_shards(mesh, rules) if mesh is not None else 1,
+                announced=getattr(data, "specs", ()),
+                hooks=(Meter(goodput), *hooks),
+            )
+        found: dict[str, HeldOut] = {}
+        evaluated = wish = None
+
+        def judge(log: bool = True) -> None:
+            nonlocal evaluated
+            for name, batches in sets.items():
+                assert evaluate is not None
                 begin = time.perf_counter()
-                result = evaluate(state, held_out or (), token_bytes)
-                ledger.annotate(step, _held_out_metrics(result))
-                _tell(hooks, "on_evaluate", step, result, time.perf_counter() - begin)
-            lasting = last or bool(save_every and step % save_every == 0)
-            if checkpointer is not None and (lasting or due_by_time(checkpointer, step)):
-                ledger.flush()
-                begin = time.perf_counter()
-                save(checkpointer, step, state, data, run_info, metrics=ledger.last, temporary=not lasting)
-                ledger.saved = step
-                _tell(hooks, "on_save", step, time.perf_counter() - begin)
-        # A signal may have come between the last step's save and here: no step is left unsaved.
-        if checkpointer is not None and ledger.saved != step and step > start:
+                with goodput.during("evaluate"):
+                    found[name] = evaluate(now.state, batches, token_bytes)._replace(name=name)
+                if log:
+                    ledger.annotate(now.step, found[name].metrics)
+                    ledger.tell("on_evaluate", now.step, found[name], time.perf_counter() - begin)
+            evaluated = now.step
+
+        def keep(temporary: bool = False) -> None:
             ledger.flush()
-            save(checkpointer, step, state, data, run_info, metrics=ledger.last)
+            if checkpointer is None or ledger.spike is not None:
+                return
+            begin = time.perf_counter()
+            with goodput.during("checkpoint"):
+                now.save(data, run_info, metrics=ledger.last, temporary=temporary)
+            ledger.saved = now.step
+            ledger.tell("on_save", now.step, time.perf_counter() - begin)
+
+        def go_back() -> None:
+            assert ledger.spike is not None
+            goodput.done = max(goodput.done, now.step)
+            step, value = ledger.spike
+            with goodput.during("lost"):
+                now.rewind(step, value)
+                ledger.rewind(now.step)
+            ledger.tell("on_rollback", step, now.step, value)
+
+        while now.step < steps and accord.signal is None and wish is None:
+            with goodput.during("data"):
+                batch = next(stream, None)
+                if batch is None:
+                    raise UserError(
+                        f"the data ended after {now.step} of {steps} steps; repeat it, or ask for at most "
+                        f"{now.step} steps"
+                    )
+                batch = place(check_arrays(batch))
+            with goodput.step(now.step + 1):
+                now.state, report = step_fn(now.state, batch, now.step)
+                now.step += 1
+                ledger.add(now.step, report)
+                accord.turn(ledger.wish)
+            last, wish = now.step == steps, accord.wish(ledger.wish)
+            if last or wish or (eval_every and now.step % eval_every == 0):
+                judge()
+                wish = accord.wish(ledger.wish)
+            if sample is not None and sample_every and now.step % sample_every == 0 and not (last or wish):
+                begin = time.perf_counter()
+                with goodput.during("sample"):
+                    sample(FitResult(state=now.state, graphdef=graphdef, step=now.step, eval_params=eval_params))
+                ledger.tell("on_sample", now.step, time.perf_counter() - begin)
+            lasting = last or wish or accord.signal or (save_every and now.step % save_every == 0)
+            if checkpointer is not None and (lasting or due_by_time(checkpointer, now.step)):
+                keep(temporary=not lasting)
+            elif last or wish:
+                ledger.flush()
+            if ledger.spike is not None:
+                go_back()
+        # A signal may have come between the last step's save and here: no step is left unsaved.
+        if ledger.saved != now.step and now.step > start:
+            keep()
         ledger.flush()
-        if evaluate is not None and result is None and interrupts.received is None:
-            result = evaluate(state, held_out or (), token_bytes)
+        if ledger.spike is not None:
+            go_back()
+        if evaluated != now.step and accord.signal is None:
+            judge(log=False)
         if checkpointer is not None:
-            checkpointer.wait()
-        _tell(hooks, "on_end", step)
+            with goodput.during("checkpoint"):
+                checkpointer.wait()
+        ledger.tell("on_end", now.step)
         return FitResult(
-            state=state, graphdef=graphdef, step=step, metrics=ledger.last, held_out=result,
-            interrupted=interrupts.received if step < steps else None, eval_params=eval_params,
+            state=now.state, graphdef=graphdef, step=now.step, metrics=ledger.last,
+            held_out=found if isinstance(held_out, Mapping) else found.get(""),
+            interrupted=accord.signal if now.step < steps else None,
+            stopped=wish if now.step < steps else None, eval_params=eval_params, skipped=tuple(now.skipped),
+            goodput=goodput,
         )  # fmt: skip
 
 
-class Ledger:
-    """Metrics on their way from the device to the tracker, one step behind so that nothing waits."""
-
-    def __init__(
-        self, tracker: Tracker | None, hooks: Sequence[Hook], every: int, steps: int, saved: int | None = None
-    ) -> None:
-        self.last: dict[str, float] = {}
-        self.saved = saved
-        self._tracker, self._hooks, self._every, self._steps = tracker, hooks, every, steps
-        self._pending: deque[tuple[int, Any, dict[str, float]]] = deque()
-        self._bad = 0
-
-    def add(self, step: int, report: Mapping[str, Any]) -> None:
-        """Take a step's metrics, still being computed, and pass on those of the step before."""
-        self._pending.append((step, report, {}))
-        while len(self._pending) > 1:
-            self._emit(*self._pending.popleft())
-
-    def annotate(self, step: int, extra: Mapping[str, float]) -> None:
-        """Add to the metrics of the newest step."""
-        newest, report, old = self._pending.pop()
-        assert newest == step
-        self._pending.append((step, report, {**old, **extra}))
-
-    def flush(self) -> None:
-        """Pass on everything, and make it durable."""
-        while self._pending:
-            self._emit(*self._pending.popleft())
-        if flush := getattr(self._tracker, "flush", None):
-            flush()
-
-    def _emit(self, step: int, report: Mapping[str, Any], extra: Mapping[str, float]) -> None:
-        values = {k: float(v) for k, v in jax.device_get(dict(report)).items()} | dict(extra)
-        skipped = values.get("skipped", 0.0) - self.last.get("skipped", values.get("skipped", 0.0))
-        self._watch(step, values, skipped)
-        self.last = values
-        if self._tracker is not None and (step % self._every == 0 or step == self._steps or extra):
-            self._tracker.log(step, values)
-        for hook in self._hooks:
-            hook.on_step(step, values)
-
-    def _watch(self, step: int, values: Mapping[str, float], skipped: float) -> None:
-        finite = math.isfinite(values["loss"]) and not skipped
-        self._bad = 0 if finite else self._bad + 1
-        if self._bad > MAX_BAD_STEPS or (not math.isfinite(values["loss"]) and "skipped" not in values):
-            first = step - self._bad + 1
-            kept = (
-                "nothing was saved, so start anew with the change"
-                if self.saved is None
-                else f"the newest checkpoint is of step {self.saved}"
-            )
-            raise UserError(
-                f"the loss or its gradient is not finite since step {first} (loss {values['loss']} at step {step}). "
-                "Lower the learning rate, lengthen the warm-up, clip harder, or look at the batch of that step; "
-                f"{kept}"
-            )
+def _position(data: Any) -> Any:
+    """Where the data stand, if they tell; the same on all processes that read the same data."""
+    return encode(data.get_state()) if hasattr(data, "get_state") else None
 
 
-def _plan(model, tx, seed, mesh, logical_axes, rules) -> tuple[Any, TrainState, Callable[[], TrainState]]:
-    """The static model, the abstract state with its shardings, and how to make it in place."""
-    key = jax.random.key(seed)
-
-    def build(key: Any) -> TrainState:
-        made = model if isinstance(model, nnx.Module) else model(nnx.Rngs(params=stream_key(key)))
-        return init_state(made, tx, key=key)[1]
-
-    if isinstance(model, nnx.Module):
-        graphdef = split_model(model)[0]
-    else:
-        graphdef = nnx.split(nnx.eval_shape(lambda: model(nnx.Rngs(params=stream_key(key)))), nnx.Param, ...)[0]
-    abstract = jax.eval_shape(build, key)
+def _on(mesh: jax.sharding.Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called with the mesh set, as parts that the compiler cannot split ask for it."""
     if mesh is None:
-        return graphdef, abstract, lambda: jax.jit(build)(key)
-    where = state_shardings(abstract, mesh, logical_axes, rules)
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        where,
-    )
-    return graphdef, abstract, lambda: jax.jit(build, out_shardings=where)(key)
+        return function
 
+    def call(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return function(*args)
 
-def stream_key(key: Any) -> Any:
-    """Key of the parameters' initial values."""
-    from styrax.core.random import stream
-
-    return stream(key, "init")
+    return call
 
 
 def _placer(mesh: jax.sharding.Mesh | None, rules: Mapping[str, tuple[str, ...]]) -> Callable[[Any], Any]:
@@ -308,16 +315,6 @@ def _placer(mesh: jax.sharding.Mesh | None, rules: Mapping[str, tuple[str, ...]]
         return jax.make_array_from_process_local_data(wanted, np.asarray(x))
 
     return lambda batch: jax.tree.map(place, batch)
-
-
-def _held_out_metrics(result: HeldOut) -> dict[str, float]:
-    out = {"held_out_loss": result.loss}
-    return out if result.bits_per_byte is None else {**out, "held_out_bits_per_byte": result.bits_per_byte}
-
-
-def _tell(hooks: Iterable[Hook], event: str, *args: Any) -> None:
-    for hook in hooks:
-        getattr(hook, event)(*args)
 
 
 def count_parameters(params: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,10 +69,20 @@ def next_token_loss(model: nnx.Module, batch: Mapping[str, Array], rngs: nnx.Rng
     named = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids"), "rngs": rngs}
     mask = batch["loss_mask"].astype(jnp.float32)
     if (losses := getattr(model, "losses", None)) is not None:
+        named |= {"row_ids": batch["row_ids"]} if "row_ids" in batch and draws_by_row(model) else {}
         return {name: Term(*term) for name, term in losses(batch["tokens"], batch["targets"], mask, **named).items()}
     logits = model(batch["tokens"], **named)
     nll = cross_entropy(logits, batch["targets"])
     return {"loss": Term(jnp.sum(nll * mask), jnp.sum(mask))}
+
+
+def draws_by_row(model: nnx.Module) -> bool:
+    """Whether a model's dropout depends on a row's number in the whole batch, and not on what is beside it."""
+    losses = getattr(model, "losses", None)
+    return losses is not None and "row_ids" in inspect.signature(losses).parameters
+
+
+next_token_loss.draws_by_row = draws_by_row  # type: ignore[attr-defined]
 
 
 def cross_entropy(logits: Float[Array, "*batch vocab"], targets: Array) -> Float[Array, "*batch"]:

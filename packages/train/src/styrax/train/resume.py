@@ -20,13 +20,16 @@ FREE = (
     "train.trackers",
     "train.sample_",
     "train.baselines",
+    "train.spike.",
+    "train.watchdog.",
     "checkpoint.",
     "mesh.",
     "data.prefetch",
     "data.allow_changes",
 )
 """Keys that may change when a run is resumed: none of them changes what an update does to the parameters,
-except train.steps, which stretches the schedule and is the way to ask for more."""
+except train.steps, which stretches the schedule and is the way to ask for more. A policy for spikes is wanted once
+there was one; it changes only what follows a spike."""
 
 
 def source(name: str, folder: RunDir) -> str:

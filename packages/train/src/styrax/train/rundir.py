@@ -29,12 +29,13 @@ class RunDir:
     ``config.toml``         the resolved configuration
     ``versions.json``       versions, machine, configuration and folder of each start, newest last
     ``metrics.jsonl``       one object a logged step; equal runs give equal bytes
-    ``events.jsonl``        start, compile, evaluate, save, throughput, end; wall time
+    ``events.jsonl``        start, compile, evaluate, save, throughput, goodput, end; wall time
     ``checkpoints/``        complete checkpoints by step
     ``tokenizer.json``      what turns text into the run's ids
     ``samples/``            text, by step
     ``summary.json``        numbers of the last finished start: parameters, baselines
     ``report.html``         the report, with ``loss.png``
+    ``STOP``                if somebody makes it, the run ends after the running step; it is removed then
     ======================= ===========================================================
 
     Args:
@@ -53,6 +54,7 @@ class RunDir:
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
         self.picture = self.path / "loss.png"
+        self.stop = self.path / "STOP"
 
     @property
     def exists(self) -> bool:
@@ -143,6 +145,16 @@ class RunDir:
             temporary.replace(self.tokenizer)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def save_sample(self, step: int, text: str) -> None:
+        """Keep text that the model of a step made."""
+        self.samples.mkdir(exist_ok=True)
+        write_atomic(self.samples / f"{step:08d}.txt", text)
+
+    def read_samples(self) -> dict[int, str]:
+        """What the models of some steps made, by step."""
+        paths = sorted(self.samples.glob("*.txt")) if self.samples.is_dir() else []
+        return {int(p.stem): p.read_text(encoding="utf-8", errors="replace") for p in paths if p.stem.isdecimal()}
 
     def read_starts(self) -> list[dict[str, Any]]:
         """Versions, machine, configuration and folder of each start, newest last."""

@@ -1,12 +1,9 @@
-"""One start of a run: compose the parts, train, sample, compare, report."""
+"""One start of a run: compose the parts, train, and end it."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +14,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from styrax.core import UserError, registry
 from styrax.core.config import Resolved
 from styrax.core.trackers import Jsonl
-from styrax.train.baselines import Bigram, counted_pairs, gzip_bits_per_byte
 from styrax.train.checks import check_batch
-from styrax.train.compose import Parts, compose, make_dataset, make_mesh, prompt_ids
+from styrax.train.compose import Parts, compose, fit_options, make_dataset, make_mesh
 from styrax.train.display import Display, EventLog
-from styrax.train.hooks import Hook
+from styrax.train.ending import check_ending, finish, sample_on_the_way
+from styrax.train.gather import on_one_host
+from styrax.train.goodput import Goodput, newest_step
+from styrax.train.hooks import Hook, StopFile
 from styrax.train.interrupts import ENDED, UNBEGUN, Interrupts
-from styrax.train.loop import FitResult, count_parameters, fit
+from styrax.train.loop import FitResult, fit
 from styrax.train.machine import caching, keep_freed_memory, use_compilation_cache
-from styrax.train.report import rows, write_report
+from styrax.train.plan.runtime import fitting, misfit
 from styrax.train.resume import said
-from styrax.train.rundir import RunDir, versions, write_atomic
+from styrax.train.rundir import RunDir, versions
 from styrax.train.shardings import batch_sharding, batch_shards
+from styrax.train.throughput import machine, model_flops
+from styrax.train.watchdog import Watchdog
 
 
 class Outcome(NamedTuple):
@@ -64,6 +65,11 @@ class Trackers:
         for tracker in self._trackers:
             getattr(tracker, "truncate", lambda step: None)(step)
 
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Tell the run's configuration, where a tracker keeps it."""
+        for tracker in self._trackers:
+            getattr(tracker, "configure", lambda config: None)(config)
+
     def close(self) -> None:
         """Close each."""
         for tracker in self._trackers:
@@ -77,6 +83,7 @@ def train(
     quiet: bool = False,
     source: str | None = None,
     interrupts: Interrupts | None = None,
+    begun: int | None = None,
 ) -> Outcome:
     """Train as configured in ``folder``, from its newest checkpoint if it has one.
 
@@ -86,53 +93,70 @@ def train(
         quiet: Print nothing.
         source: What the configuration was read from; None for the run's own.
         interrupts: Signals that were noted since before this was imported.
+        begun: What ``time.monotonic_ns`` said when the command began; None for now.
 
     Raises:
         KeyboardInterrupt: A signal came before the first step or after the last; nothing is lost.
     """
-    console = Console(quiet=quiet)
+    lead = jax.process_index() == 0  # it alone writes and prints; the others hold their share of arrays and data
+    console = Console(quiet=quiet or not lead)
     config = resolved.sections["train"]
     interrupts = interrupts if interrupts is not None else Interrupts()
+    goodput = Goodput(begun=begun, done=newest_step(folder.read_metrics(), folder.read_events()))
     with folder.writing():
-        with interrupts.stopping(UNBEGUN):
+        with goodput.during("startup"), interrupts.stopping(UNBEGUN):
             use_compilation_cache()
             keep_freed_memory()
-            make_mesh(resolved)  # a mesh that does not fit is told before the data are built
+            name = said(source, folder) if source is not None else str(folder.config)
+            try:
+                make_mesh(resolved)  # a mesh that does not fit is told before the data are built
+            except UserError as error:
+                raise misfit(error, name) from error
             with progress_bar(console) as progress:
                 dataset = build_data(resolved, folder, progress, interrupts)
             parts = compose(resolved, dataset)
+            check_sample(resolved, dataset)
             shards = 1 if parts.mesh is None else batch_shards(parts.mesh)
             for batch in announced(dataset):
                 check_batch(batch, config.accumulate, shards)
-        with resolved.sections["checkpoint"].build(folder.checkpoints) as checkpointer:
-            introduce(console, folder, parts, resolved, source)
-            sharding = batch_sharding(parts.mesh) if parts.mesh is not None else None
-            loader = dataset.loader(sharding=sharding)
-            tracker = Trackers([Jsonl(folder.metrics), *(make_tracker(n, folder) for n in config.trackers)])
-            display = Display(console)
+        with goodput.during("startup"):
+            store = resolved.sections["checkpoint"].build(folder.checkpoints)
+        with store as checkpointer:
+            with goodput.during("startup"):
+                introduce(console, folder, parts, resolved, source)
+                sharding = batch_sharding(parts.mesh) if parts.mesh is not None else None
+                loader = dataset.loader(sharding=sharding)
+                tracker = make_trackers(config.trackers, folder) if lead else Trackers([])
+                facts = known(resolved, dataset)
+                log, display = EventLog(folder, goodput, facts), Display(console, facts=facts)
+                begin = Begin(folder, resolved, dataset.tokenizer, source, tracker)
+                hooks = [begin, log, StopFile(folder.stop), display] if lead else []
+                if config.watchdog.seconds:
+                    hooks.append(watchdog(folder, config.watchdog))
+
+                def sample(result: FitResult) -> None:
+                    result = on_one_host(result, parts.mesh)
+                    if lead:
+                        sample_on_the_way(folder, result, dataset.tokenizer, config, interrupts)
+
             try:
-                result = fit(
-                    parts.make_model,
-                    parts.tx,
-                    loader,
-                    steps=config.steps,
-                    seed=config.seed,
-                    accumulate=config.accumulate,
-                    metrics=parts.metrics,
-                    eval_params=parts.eval_params,
-                    mesh=parts.mesh,
-                    logical_axes=parts.logical_axes,
-                    checkpointer=checkpointer,
-                    save_every=resolved.sections["checkpoint"].every,
-                    run_info={"config": resolved.to_dict(), "versions": versions()},
-                    tracker=tracker,
-                    log_every=config.log_every,
-                    held_out=dataset.held_out(),
-                    token_bytes=dataset.token_bytes,
-                    eval_every=config.eval_every or None,
-                    hooks=(Begin(folder, resolved, dataset.tokenizer, source), EventLog(folder), display),
-                )
+                with fitting(resolved, name):
+                    result = fit(
+                        parts.make_model,
+                        parts.tx,
+                        loader,
+                        steps=config.steps,
+                        checkpointer=checkpointer,
+                        run_info={"config": resolved.to_dict(), "versions": versions()},
+                        tracker=tracker,
+                        sample=sample,
+                        sample_every=config.sample_every if config.sample_prompt else None,
+                        hooks=hooks,
+                        **fit_options(resolved, parts),
+                        goodput=goodput,
+                    )
             finally:
+                close(hooks)
                 display.close()
                 loader.close()
                 tracker.close()
@@ -142,8 +166,19 @@ def train(
                 {"run": str(folder.path), "step": result.step, "interrupted": result.interrupted},
                 result.interrupted,
             )
+        if config.sample_prompt:
+            result = on_one_host(result, parts.mesh)
+        if not lead:
+            return Outcome({"run": str(folder.path), "step": result.step}, None)
+        if result.stopped is not None:
+            folder.stop.unlink(missing_ok=True)
+            console.print(
+                f"stopped at step {result.step:,} of {config.steps:,} ({result.stopped}); the same command goes on",
+                highlight=False, markup=False, soft_wrap=True,
+            )  # fmt: skip
         with interrupts.stopping(ENDED):
-            summary = finish(console, folder, resolved, dataset, result, interrupts)
+            summary = finish(console, folder, resolved, dataset, result, interrupts, log)
+        log.account()
         check_ending(summary)
         return Outcome(summary, None)
 
@@ -162,13 +197,18 @@ def stopped(result: FitResult) -> str:
 class Begin(Hook):
     """Write what the folder says of the run, once the newest checkpoint was found to belong to it."""
 
-    def __init__(self, folder: RunDir, resolved: Resolved, tokenizer: Any, source: str | None) -> None:
+    def __init__(
+        self, folder: RunDir, resolved: Resolved, tokenizer: Any, source: str | None, tracker: Trackers
+    ) -> None:
         self._folder, self._resolved, self._tokenizer, self._source = folder, resolved, tokenizer, source
+        self._tracker = tracker
 
     def on_start(self, step: int, steps: int, resumed: bool) -> None:
         """Write it."""
         self._folder.begin(self._resolved.to_toml(), self._source)
-        self._folder.save_tokenizer(self._tokenizer)
+        if self._tokenizer is not None:
+            self._folder.save_tokenizer(self._tokenizer)
+        self._tracker.configure(self._resolved.to_dict())
 
 
 def build_data(
@@ -194,6 +234,15 @@ def build_data(
         raise
 
 
+def check_sample(resolved: Resolved, dataset: Any) -> None:
+    """Refuse a prompt for data whose ids stand for no text."""
+    if resolved.sections["train"].sample_prompt and dataset.tokenizer is None:
+        raise UserError(
+            f"train.sample_prompt: data.kind={resolved.kinds.get('data')!r} has no tokenizer to read it with; "
+            'set train.sample_prompt="", or take data of text'
+        )
+
+
 def announced(dataset: Any) -> list[Mapping[str, Any]]:
     """Every shape of batch that the data will give: as they say, or else the first batch's."""
     specs = getattr(dataset, "specs", None)
@@ -202,80 +251,15 @@ def announced(dataset: Any) -> list[Mapping[str, Any]]:
     return [{name: jax.ShapeDtypeStruct(*spec) for name, spec in each.items()} for each in specs]
 
 
-def finish(
-    console: Console, folder: RunDir, resolved: Resolved, dataset: Any, result: FitResult, interrupts: Interrupts
-) -> dict[str, Any]:
-    """Take the sample, compare with the baselines, write the report, and say what to try next."""
-    config = resolved.sections["train"]
-    summary: dict[str, Any] = {"parameters": count_parameters(result.state.params)}
-    if config.baselines:
-        summary |= baselines(dataset, result.step, interrupts)
-    write_atomic(folder.summary, json.dumps(summary, indent=1, allow_nan=False))
-    if config.sample_prompt:
-        console.rule("sample")
-        text = take_sample(result.model, dataset.tokenizer, config, console, interrupts)
-        folder.samples.mkdir(exist_ok=True)
-        write_atomic(folder.samples / f"{result.step:08d}.txt", text)
-    commands = [
-        shlex.join(["styrax", "generate", str(folder.path), "--prompt", "class "]),
-        shlex.join(["styrax", "train", "--run", str(folder.path), f"train.steps={2 * config.steps}"]),
-        "styrax explain train",
-    ]
-    summary = write_report(folder, changed=resolved.to_toml(all=False), next_commands=commands)
-    console.rule("result")
-    for label, value in rows(summary):
-        console.print(f"{label:<50}{value}", highlight=False, markup=False)
-    console.print(f"{'report':<50}{folder.report}", highlight=False, markup=False, soft_wrap=True)
-    console.rule("try next")
-    for command in commands:
-        console.print(command, highlight=False, markup=False, soft_wrap=True)
-    return summary
-
-
-def check_ending(summary: Mapping[str, Any]) -> None:
-    """Refuse to call a run a success whose last loss is not a finite number.
-
-    Raises:
-        UserError: It is not; the summary is that of a report.
-    """
-    if summary["step"] and summary["loss"] is None:
-        raise UserError(
-            f"the run has done its {summary['step']:,} steps, but the last loss is not finite; metrics.jsonl tells "
-            "since when. Lower the learning rate, lengthen the warm-up or clip harder, in a new run with another --run"
-        )
-
-
-def baselines(dataset: Any, steps: int, interrupts: Interrupts) -> dict[str, Any]:
-    """Bits per byte of gzip -9, and of a bigram model of just the tokens that the run has seen."""
-    bigram, seen = Bigram(dataset.vocab_size), 0
-    for step in range(steps):
-        interrupts.check(ENDED)
-        tokens, targets = counted_pairs(dataset.batch(step))
-        bigram.update(tokens, targets)
-        seen += len(tokens)
-    return {
-        "tokens_seen": seen,
-        "gzip_bits_per_byte": gzip_bits_per_byte(dataset.held_out_text()),
-        "bigram_bits_per_byte": bigram.bits_per_byte(dataset.held_out(), dataset.token_bytes),
-    }
-
-
-def take_sample(model: Any, tokenizer: Any, config: Any, echo: Console, interrupts: Interrupts) -> str:
-    """Continue the prompt, printing as it comes."""
-    ids = model.generate(
-        prompt_ids(tokenizer, config.sample_prompt),
-        max_tokens=config.sample_tokens,
-        temperature=config.sample_temperature,
-        seed=config.seed,
-        stop_ids=(tokenizer.eos_id,),
+def known(resolved: Resolved, dataset: Any) -> dict[str, Any]:
+    """What is known of devices and model; events.jsonl keeps it, and speeds are worked out with it."""
+    rows, length = (getattr(resolved.sections["data"], name, None) for name in ("batch_size", "seq_len"))
+    flops = model_flops(
+        resolved.sections["model"],
+        vocab_size=dataset.vocab_size,
+        length=length if isinstance(length, int) else None,  # a schedule has several
     )
-    pieces = []
-    for piece in itertools.chain([config.sample_prompt], tokenizer.decode_stream(ids)):
-        interrupts.check(ENDED)
-        pieces.append(piece)
-        echo.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-    echo.print()
-    return "".join(pieces)
+    return {**machine(), "rows": rows if isinstance(rows, int) else None, "flops_per_token": flops}
 
 
 def introduce(console: Console, folder: RunDir, parts: Parts, resolved: Resolved, source: str | None) -> None:
@@ -285,9 +269,28 @@ def introduce(console: Console, folder: RunDir, parts: Parts, resolved: Resolved
     console.print(f"run       {folder.path}", highlight=False, markup=False, soft_wrap=True)
     config = said(source or folder.config.name, folder)
     console.print(f"config    {config}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"data      {data.num_tokens:,} tokens, vocabulary {data.vocab_size:,}", highlight=False)
+    size = "random tokens" if data.num_tokens is None else f"{data.num_tokens:,} tokens"
+    console.print(f"data      {size}, vocabulary {data.vocab_size:,}", highlight=False)
     kind = f"{len(jax.devices())} x {device.device_kind} ({device.platform})"
     console.print(f"device    {kind}", highlight=False, markup=False)
+
+
+def watchdog(folder: RunDir, config: Any) -> Watchdog:
+    """What notices that this process of the run stands still."""
+    number = jax.process_index()
+    return Watchdog(folder.path / f"stacks-{number}.txt", config.seconds, end=config.end, process=number)
+
+
+def close(hooks: list[Hook]) -> None:
+    """End the watchdog among some hooks, whatever happened in the loop."""
+    for hook in hooks:
+        if isinstance(hook, Watchdog):
+            hook.close()
+
+
+def make_trackers(names: Iterable[str], folder: RunDir) -> Trackers:
+    """metrics.jsonl, and further trackers by name."""
+    return Trackers([Jsonl(folder.metrics), *(make_tracker(name, folder) for name in names)])
 
 
 def make_tracker(name: str, folder: RunDir) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -39,12 +39,13 @@ def save(
     *,
     metrics: Mapping[str, float] | None = None,
     temporary: bool = False,
+    loop: Mapping[str, Any] | None = None,
 ) -> None:
     """Hand everything that the run is to the checkpointer, as named items.
 
     Items: ``params``, ``opt_state``, ``variables``, ``rng`` (key data), ``data`` (position, JSON), ``run``
-    (step, PRNG implementation and ``run_info``, JSON). ``metrics`` and ``temporary`` go to checkpointers that
-    say when they are ``due``, as styrax-checkpoint's do.
+    (step, PRNG implementation, ``run_info`` and, where the loop keeps a history, ``loop``; JSON). ``metrics`` and
+    ``temporary`` go to checkpointers that say when they are ``due``, as styrax-checkpoint's do.
     """
     if not (hasattr(data, "get_state") and hasattr(data, "set_state")):
         raise UserError(
@@ -52,6 +53,7 @@ def save(
             f"{type(data).__name__}. Pass a Grain iterator or a styrax-data loader, or no checkpointer"
         )
     run = {**(run_info or {}), "step": step, "prng_impl": str(jax.random.key_impl(state.key))}
+    run |= {"loop": dict(loop)} if loop else {}
     more: dict[str, Any] = {"metrics": metrics, "temporary": temporary} if hasattr(checkpointer, "due") else {}
     checkpointer.save(
         step,
@@ -67,11 +69,28 @@ def save(
     )
 
 
-def restore(checkpointer: Checkpointer, step: int, abstract: TrainState, data: Any) -> tuple[TrainState, int]:
+class Restored(NamedTuple):
+    """What a checkpoint gives back.
+
+    Attributes:
+        state: In its shardings.
+        step: Its step.
+        loop: What the loop kept with it.
+    """
+
+    state: TrainState
+    step: int
+    loop: Mapping[str, Any]
+
+
+def restore(checkpointer: Checkpointer, step: int, abstract: TrainState, data: Any = None) -> Restored:
     """Read a state into its shardings and put the data where it stood.
 
-    Returns:
-        ``(state, step)``.
+    Args:
+        checkpointer: Where it is.
+        step: Which one.
+        abstract: Shapes, dtypes and shardings.
+        data: What gives the batches; None leaves it where it is.
 
     Raises:
         UserError: If the checkpoint is of another model, optimizer or data, naming every difference.
@@ -81,14 +100,16 @@ def restore(checkpointer: Checkpointer, step: int, abstract: TrainState, data: A
     like: dict[str, Any] = {name: getattr(abstract, name) for name in ARRAYS}
     like["rng"] = {"key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated)}
     items = checkpointer.restore(step, {**like, "data": None, "run": None})
-    if not hasattr(data, "set_state"):
-        raise UserError(f"cannot resume at step {step}: {type(data).__name__} has no set_state()")
-    data.set_state(decode(items["data"]))
+    if data is not None:
+        if not hasattr(data, "set_state"):
+            raise UserError(f"cannot resume at step {step}: {type(data).__name__} has no set_state()")
+        data.set_state(decode(items["data"]))
     rng = jax.random.wrap_key_data(items["rng"]["key"], impl=items["run"]["prng_impl"])
     count = jax.numpy.asarray(step, abstract.step.dtype)
     if replicated is not None:
         count, rng = jax.device_put((count, rng), replicated)
-    return TrainState(items["params"], items["opt_state"], items["variables"], count, rng), int(items["run"]["step"])
+    state = TrainState(items["params"], items["opt_state"], items["variables"], count, rng)
+    return Restored(state, int(items["run"]["step"]), items["run"].get("loop", {}))
 
 
 def encode(state: Any) -> Any:

@@ -101,7 +101,9 @@ def make_step(
         tx: The optax transformation; clipping and skipping belong to it.
         loss: ``loss(model, batch, rngs) -> {name: Term}``, see :class:`styrax.train.Term`.
         accumulate: Cut the batch into this many micro-batches and run them one after another. It must divide
-            the batch size. Equal to one large batch up to rounding, when dropout is off.
+            the batch size. Equal to one large batch up to rounding; with dropout too if the loss draws it row by
+            row (``loss.draws_by_row(model)``), as :func:`next_token_loss` does for a model whose ``losses`` takes
+            ``row_ids``. Any other loss gets random streams of its own for each micro-batch.
         metrics: ``metrics(opt_state) -> {name: scalar}``, read after the update.
         rng_streams: Names of the random streams given to the loss as ``nnx.Rngs``; empty gives ``None``.
 
@@ -121,8 +123,13 @@ def make_step(
 
     order: list[str] = []  # as the loss gives them: JAX sorts the keys of what goes through it
 
-    def terms(params: Any, variables: Any, batch: Any, key: Any) -> tuple[dict[str, Term], Any]:
+    def terms(params: Any, variables: Any, batch: Any, key: Any, part: Any = None) -> tuple[dict[str, Term], Any]:
         model = nnx.merge(graphdef, params, variables)
+        if part is not None:  # a micro-batch: its number, and those of its rows in the batch
+            if getattr(loss, "draws_by_row", lambda model: False)(model):
+                batch = {**batch, "row_ids": part[1]}
+            else:
+                key = stream(key, "micro", part[0])
         rngs = nnx.Rngs(**{name: stream(key, name) for name in rng_streams}) if rng_streams else None
         out = check_terms(loss(model, batch, rngs), accumulate)
         order[:] = out
@@ -139,23 +146,22 @@ def make_step(
     def accumulated_gradient(state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
         pieces = jax.tree.map(lambda x: _cut(x, accumulate), batch)
         root = stream(state.key, "step", state.step)
+        rows = len(jax.tree.leaves(batch)[0])
+        parts = jnp.arange(accumulate), _cut(jnp.arange(rows), accumulate)
 
         # The divisors of the whole batch come first. They seldom depend on the parameters, and then XLA drops
         # the forward pass from this scan and only counts tokens.
         def count(variables, inputs):
-            piece, i = inputs
-            out, variables = terms(state.params, variables, piece, stream(root, "micro", i))
+            out, variables = terms(state.params, variables, inputs[0], root, inputs[1])
             return variables, _weights(out)
 
-        index = jnp.arange(accumulate)
-        weights = jax.tree.map(jnp.sum, jax.lax.scan(count, state.variables, (pieces, index))[1])
+        weights = jax.tree.map(jnp.sum, jax.lax.scan(count, state.variables, (pieces, parts))[1])
 
         def body(carry, inputs):
             grads, variables = carry
-            piece, i = inputs
 
             def objective(params):
-                out, new = terms(params, variables, piece, stream(root, "micro", i))
+                out, new = terms(params, variables, inputs[0], root, inputs[1])
                 return _objective(out, weights), (out, new)
 
             (value, (out, variables)), g = jax.value_and_grad(objective, has_aux=True)(state.params)
@@ -163,7 +169,7 @@ def make_step(
             return (grads, variables), (value, {k: t.total for k, t in out.items()})
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-        (grads, variables), (values, totals) = jax.lax.scan(body, (zeros, state.variables), (pieces, index))
+        (grads, variables), (values, totals) = jax.lax.scan(body, (zeros, state.variables), (pieces, parts))
         out = {k: Term(jnp.sum(v), weights[k]) for k, v in totals.items()}
         return grads, _report(jnp.sum(values), out, order[0]), variables
 

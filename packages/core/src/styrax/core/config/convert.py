@@ -40,7 +40,7 @@ def build(cls: type[T], tree: Mapping[str, Any], path: str = "") -> T:
     Example:
         >>> from styrax.core.mesh import MeshConfig
         >>> build(MeshConfig, {"axes": {"data": 2}})
-        MeshConfig(axes={'data': 2})
+        MeshConfig(axes={'data': 2}, dcn={})
         >>> build(MeshConfig, {"axis": {}, "axes": {"data": "two"}}, "mesh")
         Traceback (most recent call last):
         styrax.core.errors.UsageError: mesh.axis: unknown key (did you mean 'axes'?)
@@ -159,7 +159,7 @@ def plain(value: Any) -> Any:
     Example:
         >>> from styrax.core.mesh import MeshConfig
         >>> plain(MeshConfig())
-        {'axes': {'data': -1}}
+        {'axes': {'data': -1}, 'dcn': {}}
     """
     if dataclasses.is_dataclass(value):
         return {name: plain(getattr(value, name)) for name in types.hints(type(value))}  # pyright: ignore

@@ -138,7 +138,7 @@ class Schema:
             >>> from styrax.core.mesh import MeshConfig
             >>> schema = Schema(sections={"mesh": MeshConfig})
             >>> schema.resolve({}, ["mesh.axes.data=4"]).sections["mesh"]
-            MeshConfig(axes={'data': 4})
+            MeshConfig(axes={'data': 4}, dcn={})
         """
         tree = toml.override(tree, overrides)
         problems: list[str] = []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 from styrax.core import UsageError
 from styrax.core.config import Resolved, find_schema, read_config
 from styrax.train.interrupts import UNBEGUN, Interrupts
 from styrax.train.resume import check_same, check_source, settle_steps, source
+from styrax.train.processes import together
 from styrax.train.rundir import RunDir
 
 HELP = "train a model, or resume the run that the folder holds"
@@ -27,21 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns 0 when done, 130 when interrupted."""
+    begun = time.monotonic_ns()
     # Before anything slow, so that a signal during the import of jax is not lost in there.
     with Interrupts(command=True) as interrupts:
         with interrupts.stopping(UNBEGUN):
             resolved, folder, asked, notes = plan(args)
             folder.create()
+        with together() as lead:
+            with interrupts.stopping(UNBEGUN):
+                from styrax.train.session import train  # the first import of jax, after every cheap mistake
 
-            from styrax.train.session import train  # the first import of jax, after every cheap mistake was answered
-
-        if not args.json:
-            for note in notes:
-                print(note)
-        outcome = train(resolved, folder, quiet=args.json, source=asked, interrupts=interrupts)
-        if args.json:
-            print(json.dumps(outcome.summary, allow_nan=False))
-        return 130 if outcome.interrupted else 0
+            if lead and not args.json:
+                for note in notes:
+                    print(note)
+            outcome = train(resolved, folder, quiet=args.json, source=asked, interrupts=interrupts, begun=begun)
+            if lead and args.json:
+                print(json.dumps(outcome.summary, allow_nan=False))
+            return 130 if outcome.interrupted else 0
 
 
 def plan(args: argparse.Namespace) -> tuple[Resolved, RunDir, str | None, list[str]]:

@@ -1,0 +1,1 @@
+"""What a mesh splits, and how: `styrax mesh`."""

@@ -1,0 +1,196 @@
+"""What went on in one step: losses of single tokens, norms by path, and what is not finite."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import checkify
+
+from styrax.core import tree
+from styrax.core.random import stream
+from styrax.train.loss import cross_entropy, next_token_loss
+from styrax.train.step import Loss, Metrics, TrainState, make_step
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+LAYERS = "layers"
+"""The logical axis along which parameters of several layers are stacked."""
+
+
+class Probed(NamedTuple):
+    """What a step did.
+
+    Attributes:
+        metrics: As the step reports them.
+        norms: Path of a parameter -> `parameter`, `gradient` and `update`, each a norm, or one for each layer where
+            layers are stacked.
+        not_finite: Name of a tensor -> how many of its numbers are not finite; in the order in which a step makes them.
+    """
+
+    metrics: dict[str, float]
+    norms: dict[str, dict[str, float | list[float]]]
+    not_finite: dict[str, int]
+
+
+class Prober:
+    """Takes a step apart, without changing the state that it is given.
+
+    The gradients are those of the step, clipping and skipping excluded: they are seen where the optimizer gets them.
+
+    Args:
+        graphdef: From :func:`styrax.train.shardings.lay_out`.
+        tx: The optimizer.
+        loss: The training loss.
+        accumulate: Micro-batches a step.
+        metrics: Scalars of the optimizer.
+        mesh: Where the state lies; None for one device.
+        logical_axes: Pattern of a parameter's path to its axes; tells which are stacked.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        tx: optax.GradientTransformation,
+        loss: Loss = next_token_loss,
+        *,
+        accumulate: int = 1,
+        metrics: Metrics | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        logical_axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    ) -> None:
+        self._graphdef, self._loss, self._accumulate = graphdef, loss, accumulate
+        self._mesh, self._axes = mesh, logical_axes or {}
+
+        def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            updates, inner = tx.update(grads, state[0], params)
+            return updates, (inner, self._norms(grads), _counts(grads))
+
+        seen: Metrics | None = None if metrics is None else lambda state: metrics(state[0])
+        watching = optax.GradientTransformation(lambda params: (tx.init(params), {}, {}), update)
+        step = make_step(graphdef, watching, loss, accumulate=accumulate, metrics=seen)
+
+        def probe(state: TrainState, batch: Any) -> Any:
+            after, report = step(state._replace(opt_state=(state.opt_state, {}, {})), batch)
+            inner, gradient, grads = after.opt_state
+            moved = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), after.params, state.params)
+            norms = {"parameter": self._norms(state.params), "gradient": gradient, "update": self._norms(moved)}
+            counts = {
+                "parameter": _counts(state.params), "variable": _counts(state.variables), "batch": _counts(batch),
+                "metric": _counts(report), "gradient": grads, "optimizer state": _counts(inner),
+                "new parameter": _counts(after.params),
+            }  # fmt: skip
+            return report, norms, counts
+
+        self._probe = jax.jit(probe)
+        self._tokens = jax.jit(self._token_losses)
+
+    def __call__(self, state: TrainState, batch: Any) -> Probed:
+        """Take the step from ``state`` over ``batch``, and say what it did."""
+        with self._meshed():
+            report, norms, counts = jax.device_get(self._probe(state, batch))
+        by_path: dict[str, dict[str, float | list[float]]] = {}
+        for kind, values in norms.items():
+            for path, value in values.items():
+                by_path.setdefault(path, {})[kind] = value.tolist()
+        bad: dict[str, int] = {}
+        for kind in ("parameter", "variable", "batch", "metric", "gradient", "optimizer state", "new parameter"):
+            bad |= {f"{kind} {path}": int(count) for path, count in counts[kind].items() if count}
+        return Probed({name: float(value) for name, value in report.items()}, by_path, bad)
+
+    def token_losses(self, state: TrainState, batch: Any) -> Float[np.ndarray, "batch seq"]:
+        """The cross-entropy of every target, with the step's own dropout; 0 where a target does not count.
+
+        The model is called as a decoder, ``model(tokens, positions=, segment_ids=, rngs=) -> logits``.
+        """
+        with self._meshed():
+            found = self._tokens(state, batch)
+            if self._mesh is not None:
+                everywhere = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
+                found = jax.jit(lambda x: x, out_shardings=everywhere)(found)
+        return np.asarray(found)
+
+    def first_nan(self, state: TrainState, batch: Any) -> str | None:
+        """Name the operation that makes the first NaN of the loss or of its gradient, and where it stands.
+
+        Every operation of the first micro-batch that has one is checked while it runs, so this is slow.
+
+        Returns:
+            The text of ``jax.experimental.checkify``; None if there is none, or where it cannot check.
+        """
+        root = stream(state.key, "step", state.step)
+
+        def objective(params: Any, piece: Any, key: Any) -> Any:
+            model = nnx.merge(self._graphdef, params, state.variables)
+            out = self._loss(model, piece, nnx.Rngs(dropout=stream(key, "dropout")))
+            return sum(term.coef * term.total / jnp.maximum(term.weight, 1.0) for term in out.values() if term.coef)
+
+        for number in range(self._accumulate):
+            key = root if self._accumulate == 1 else stream(root, "micro", number)
+            piece = {name: np.asarray(x)[number :: self._accumulate] for name, x in batch.items()}
+            for function in (objective, jax.grad(objective)):
+                try:
+                    with self._meshed():
+                        checked = jax.jit(checkify.checkify(function, errors=checkify.nan_checks))
+                        said = checked(state.params, piece, key)[0].get()
+                except Exception:  # not every operation can be checked, and this is only a help
+                    continue
+                if said is not None:
+                    return said
+        return None
+
+    def _token_losses(self, state: TrainState, batch: Any) -> Any:
+        root, k = stream(state.key, "step", state.step), self._accumulate
+
+        def losses(inputs: Any) -> Any:
+            piece, index = inputs
+            model = nnx.merge(self._graphdef, state.params, state.variables)
+            key = root if k == 1 else stream(root, "micro", index)
+            named = {"positions": piece.get("positions"), "segment_ids": piece.get("segment_ids")}
+            logits = model(piece["tokens"], **named, rngs=nnx.Rngs(dropout=stream(key, "dropout")))
+            return jnp.where(piece["loss_mask"] > 0, cross_entropy(logits, piece["targets"]), 0.0)
+
+        if k == 1:
+            return losses((batch, jnp.zeros((), jnp.int32)))
+        # As the step cuts a batch: micro-batch i has the rows i, i + k, i + 2k and so on.
+        pieces = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1), batch)
+        found = jax.lax.map(losses, (pieces, jnp.arange(k)))
+        return jnp.swapaxes(found, 0, 1).reshape(-1, found.shape[-1])
+
+    def _norms(self, values: Any) -> dict[str, Any]:
+        found = {}
+        for path, x in tree.flatten(values).items():
+            axes = tree.first_match(self._axes, path, ())
+            stacked = len(axes) == x.ndim and bool(axes) and axes[0] == LAYERS
+            over = tuple(range(1, x.ndim)) if stacked else None
+            found[path] = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=over))
+        return found
+
+    def _meshed(self) -> contextlib.AbstractContextManager[Any]:
+        return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
+
+
+def _counts(values: Any) -> dict[str, Array]:
+    """How many numbers of each array of floats are not finite, by path."""
+    flat = {path: jnp.asarray(x) for path, x in tree.flatten(values).items()}
+    return {path: jnp.sum(~jnp.isfinite(x)) for path, x in flat.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+
+
+def isolated(batch: Mapping[str, Any], keep: np.ndarray) -> dict[str, np.ndarray]:
+    """A batch with all places but some made into padding: no token, no target, no segment.
+
+    Args:
+        batch: Arrays ``[rows, columns]``, on this host.
+        keep: bool ``[rows, columns]``, the places that stay.
+
+    >>> isolated({"tokens": np.array([[5, 6]])}, np.array([[True, False]]))["tokens"].tolist()
+    [[5, 0]]
+    """
+    return {name: np.where(keep, np.asarray(x), np.zeros((), np.asarray(x).dtype)) for name, x in batch.items()}

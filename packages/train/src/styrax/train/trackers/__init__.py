@@ -1,0 +1,1 @@
+"""Trackers beside metrics.jsonl, by the names that ``train.trackers`` takes."""
