@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -72,11 +73,11 @@ class Command:
         path.write_text("".join(f"{k} = {v}\n" for k, v in keys.items() if v is not None))
         return path
 
-    def start(self, *args: object, devices: int = 1) -> subprocess.Popen[str]:
-        """Start it."""
+    def start(self, *args: object, devices: int = 1, out: IO[str] | None = None) -> subprocess.Popen[str]:
+        """Start it; what it says goes into pipes, or all of it into ``out``."""
         return subprocess.Popen(
             [self.executable, *map(str, args)], cwd=self.folder, env=self.environment(devices), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            stdout=out or subprocess.PIPE, stderr=out or subprocess.PIPE, stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
     def __call__(self, *args: object, devices: int = 1, code: int | None = 0) -> subprocess.CompletedProcess[str]:

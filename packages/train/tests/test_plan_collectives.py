@@ -141,6 +141,27 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert (only.kind, only.axes, only.bytes) == ("all-reduce", "fsdp", 16)
 
 
+def test_exchanges_between_slices_go_through_hosts():
+    told = '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"'
+    text = """HloModule m
+
+ENTRY %main (x: bf16[16,8]) -> token[] {
+  %x = bf16[16,8]{1,0} parameter(0)
+  %t = token[] after-all()
+  %g = bf16[16,8]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}
+  %s = (bf16[16,8]{1,0}, u32[], token[]) send(%g, %t), is_host_transfer=true, frontend_attributes={TOLD}
+  %o = (bf16[16,8]{1,0}, u32[], token[]) send(%g, %t), is_host_transfer=true
+  ROOT %d = token[] send-done(%s), is_host_transfer=true
+}
+""".replace("TOLD", told)
+    found = {(each.kind, each.axes, each.group): each for each in collectives(text, SHAPE, {"data": 2})}
+    assert set(found) == {("all-reduce", "data", 2), ("all-reduce", "fsdp", 4)}
+    assert {each.bytes for each in found.values()} == {256}
+    # An axis that lies across slices in part has another part within.
+    both = collectives(text, {"fsdp": 8}, {"fsdp": 2})
+    assert {(each.axes, each.group) for each in both} == {("fsdp", 2), ("fsdp", 4)}
+
+
 def test_exchanges_that_another_core_does_count():
     text = """HloModule m
 

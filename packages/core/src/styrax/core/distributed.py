@@ -39,8 +39,9 @@ def initialize(
        otherwise the one with its local number.
     3. A TPU slice of several hosts on GKE, or several slices: left to jax's own detection.
 
-    Call it before anything else uses jax devices. On CPUs the processes talk through gloo. A process that gives no sign
-    of life for `heartbeat` seconds counts as dead, and jax then ends all others, even those that wait for it on a device.
+    Call it before anything else uses jax devices. On CPUs the processes talk through gloo. A process that gives no
+    sign of life for `heartbeat` seconds counts as dead, and jax then ends all others, even those that wait for it on
+    a device.
 
     Args:
         coordinator: `host:port` of process 0, reachable from all.

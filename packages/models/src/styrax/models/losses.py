@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.shard_alike import shard_alike
+
+from styrax.models.layers.fence import on_cpu
+from styrax.models.layers.meshes import mesh_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -17,8 +21,10 @@ if TYPE_CHECKING:
     from styrax.models.layers.router import RouterStats
     from styrax.models.moe_config import MoE
 
-#: Logits that are made at once, at most; what is more is made piece by piece.
+#: Logits that a device makes at once, at most; what is more is made piece by piece. On a CPU they should stay near.
 MOST_LOGITS = 2**24
+#: The same where the head's parameters may have to be gathered for each piece.
+MOST_LOGITS_ON_ACCELERATORS = 2**27
 
 
 class LossTerm(NamedTuple):
@@ -44,14 +50,14 @@ def next_token(
     *,
     vocab_size: int,
     z_loss: float = 0.0,
-    most_logits: int = MOST_LOGITS,
+    most_logits: int | None = None,
 ) -> dict[str, LossTerm]:
     r"""Cross-entropy of the next token, and $\zeta \ln^2 Z$, without all logits in memory at once.
 
     $S = \sum_t m_t (\ln Z_t - z_{t, y_t})$, with $Z_t = \sum_v \exp z_{t,v}$, in float32.
 
-    Where there are more than `most_logits` logits, the sequence is cut into pieces; the gradient of a piece is made
-    together with its loss, so that logits are made once, not twice, and never kept.
+    Where a device would make more than `most_logits` logits, the sequence is cut into pieces; the gradient of a piece
+    is made together with its loss, so that logits are made once, not twice, and never kept.
 
     Source: Chowdhery et al., "PaLM" (2022), section 5, for the second term.
 
@@ -63,7 +69,7 @@ def next_token(
         mask: $m$, mostly 0 or 1.
         vocab_size: Logits per token.
         z_loss: $\zeta$; 0 leaves the second term out.
-        most_logits: See above.
+        most_logits: See above; `None` means what suits the platform.
 
     Returns:
         `{"loss": ...}` in nats, and `"z_loss"` if it is asked for.
@@ -86,7 +92,11 @@ def next_token(
         # Where the mask is 0 there may be anything, NaN too.
         return tuple(jnp.sum(jnp.where(mask != 0, term, 0) * mask) for term in each)
 
-    pieces = _pieces(x.shape[0], x.shape[1], vocab_size, most_logits)
+    here = mesh_of(x)
+    if most_logits is None:
+        most_logits = MOST_LOGITS if on_cpu(x) else MOST_LOGITS_ON_ACCELERATORS
+    ways = here.ways(here.axes("batch", x.shape[0])) * here.ways(here.axes("seq", x.shape[1]))
+    pieces = _pieces(x.shape[0], x.shape[1], vocab_size, most_logits * ways)
     run = piece if pieces == 1 else functools.partial(_by_pieces, piece, pieces)
     coefs = {"loss": 1.0, "z_loss": z_loss}
     weight = jnp.sum(mask)
@@ -123,16 +133,21 @@ def _forward(
         sums, back = jax.vjp(lambda params, part: piece(params, part, *rest), params, part)
         found = [back(unit) for unit in units]
         grads = [
-            jax.tree.map(lambda total, new: total + new.astype(total.dtype), total, new)
+            jax.tree.map(lambda total, new, leaf: _like(total + new.astype(total.dtype), leaf), total, new, params)
             for total, (new, _) in zip(carry[1], found, strict=True)
         ]
         return (jax.tree.map(jnp.add, carry[0], sums), grads), [by_part for _, by_part in found]
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, "float32"), params)
+    zeros = jax.tree.map(lambda leaf: _like(jnp.zeros(leaf.shape, "float32"), leaf), params)
     start = tuple(jnp.zeros((), "float32") for _ in units), [zeros for _ in units]
     (totals, grads), by_x = jax.lax.scan(step, start, cut)
     kept = [jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grad, params) for grad in grads]
-    return totals, (kept, [jnp.moveaxis(each, 0, 1).reshape(x.shape) for each in by_x], mask)
+    return totals, (kept, [jnp.moveaxis(each, 0, 2).reshape(x.shape) for each in by_x], mask)
+
+
+def _like(total: Array, leaf: Array) -> Array:
+    """Let a sum of gradients be split over devices as the parameter is; the compiler might keep it whole."""
+    return total if all(size == 1 for size in mesh_of(leaf).free.values()) else shard_alike(total, leaf)[0]
 
 
 def _backward(piece: Piece, count: int, saved: Any, cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
@@ -150,9 +165,9 @@ _by_pieces.defvjp(_forward, _backward)
 
 
 def _cut(count: int, *arrays: Array) -> tuple[Array, ...]:
-    """`[batch, seq, ...] -> [count, batch, seq / count, ...]`: rows stay on the devices that hold them."""
+    """`[batch, seq, ...] -> [count, batch, seq / count, ...]` by strides: tokens stay on the devices that hold them."""
     return tuple(
-        jnp.moveaxis(each.reshape(each.shape[0], count, each.shape[1] // count, *each.shape[2:]), 1, 0)
+        jnp.moveaxis(each.reshape(each.shape[0], each.shape[1] // count, count, *each.shape[2:]), 2, 0)
         for each in arrays
     )
 

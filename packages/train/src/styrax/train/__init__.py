@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from styrax.train.loss import Term, next_token_loss
     from styrax.train.rundir import RunDir
     from styrax.train.step import TrainState, init_state, make_step
+    from styrax.train.watchdog import Watchdog
 
 __all__ = [
     "SCHEMA",
@@ -26,6 +27,7 @@ __all__ = [
     "Term",
     "TrainConfig",
     "TrainState",
+    "Watchdog",
     "evaluator",
     "fit",
     "init_state",
@@ -46,6 +48,7 @@ __getattr__, __dir__ = lazy_exports(
         "Term": "loss",
         "TrainConfig": "config",
         "TrainState": "step",
+        "Watchdog": "watchdog",
         "evaluator": "evaluate",
         "fit": "loop",
         "init_state": "step",

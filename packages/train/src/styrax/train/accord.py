@@ -117,6 +117,9 @@ class Accord:
         steps = min(MOST, max(1, int(self._steps * SECONDS / max(now - self._begun, 1e-9))))
         self._steps, self._begun = 0, now
         # The most urgent of all codes, and the fewest of all numbers of steps.
-        own = np.array([[code, MOST - steps]], np.int32)
+        return self._reduce(np.array([[code, MOST - steps]], np.int32))
+
+    def _reduce(self, own: np.ndarray) -> Any:
+        """The largest of every process's numbers; returns before they are known."""
         where = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         return self._most(jax.make_array_from_callback((self._mesh.size, 2), where, lambda index: own))

@@ -11,9 +11,12 @@ import numpy as np
 
 from styrax.core import UserError
 from styrax.core.config import find_schema, read_config
-from styrax.train.probe import Prober, isolated
+from styrax.train.probe import Probed, Prober, isolated
 from styrax.train.replay import Rebuilt, Taken, documents, mask_of, prober, rebuild, retake
 from styrax.train.rundir import RunDir
+
+MANY = 8
+"""Documents that are each bad alone; with so many it is not the data."""
 
 Bad = Callable[[Mapping[str, float]], bool]
 Span = dict[str, Any]
@@ -33,6 +36,7 @@ class Culprit:
         documents: The stretches of documents that make it bad: one, if leaving it out mends the step.
         without: What the step reports without them; empty if nothing was left out.
         mended: Whether it is good without them.
+        many: Whether more documents do so than could be the cause, so that none is named.
         before: Whether the state was bad before the step, so that no document of this step can be the cause.
     """
 
@@ -45,6 +49,7 @@ class Culprit:
     documents: list[Span] = field(default_factory=list)
     without: dict[str, float] = field(default_factory=dict)
     mended: bool = False
+    many: bool = False
     before: bool = False
 
 
@@ -86,12 +91,24 @@ def bisect(
         if not lines:
             return found
     probed = probe(taken.before, taken.batch)
+    target: int | None = taken.step
+    while above is None and _was_bad(probed) and target is not None:
+        # The losses of earlier steps were numbers, but one of those steps has left a state that is not.
+        run = rebuild(folder, target, overrides)
+        earlier = _first_bad(run, probe, (run.start or 0) + 1, target, bad, look_in=True)
+        assert earlier is not None, "a step that was bad is not bad any more"
+        taken, probed, target = earlier, probe(earlier.before, earlier.batch), run.start
     found.step, found.start, found.last_good = taken.step, run.start or 0, taken.step - 1
     found.metrics, found.not_finite = taken.metrics, probed.not_finite
-    found.before = any(name.startswith(("parameter ", "variable ")) for name in probed.not_finite)
+    found.before = _was_bad(probed)
     if not found.before and {"tokens", "targets", "loss_mask"} <= set(taken.batch):
         blame(found, run.parts.dataset, probe, taken, bad, by_gradient=above is None)
     return found
+
+
+def _was_bad(probed: Probed) -> bool:
+    """Whether the state had numbers that are not finite before the step."""
+    return any(name.startswith(("parameter ", "variable ")) for name in probed.not_finite)
 
 
 def _first_bad(run: Rebuilt, probe: Prober, first: int, last: int, bad: Bad, *, look_in: bool) -> Taken | None:
@@ -146,9 +163,7 @@ def candidates(lines: Sequence[Mapping[str, float]], bad: Bad, after: int = 0) -
     return good + 1, good + every if nonfinite else None
 
 
-def blame(
-    found: Culprit, dataset: Any, probe: Prober, taken: Taken, bad: Bad, *, by_gradient: bool
-) -> None:
+def blame(found: Culprit, dataset: Any, probe: Prober, taken: Taken, bad: Bad, *, by_gradient: bool) -> None:
     """Find the document of a bad step's batch that makes it so, and note it in ``found``."""
     batch = {name: np.asarray(x) for name, x in taken.batch.items()}
     losses = probe.token_losses(taken.before, taken.batch)
@@ -176,6 +191,9 @@ def blame(
             wrong, found.without = outcome(rest)
             found.mended = not wrong
         if found.mended or not by_gradient:
+            break
+        if not rest or len(found.documents) >= MANY:
+            found.documents, found.without, found.many = [], {}, True
             break
 
 
@@ -224,4 +242,3 @@ def _like(x: np.ndarray, placed: Any) -> Any:
     import jax
 
     return jax.device_put(x, placed.sharding) if isinstance(placed, jax.Array) else x
-

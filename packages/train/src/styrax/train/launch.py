@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 from styrax.core import UserError, registry
 from styrax.core.distributed import VARIABLES, reserved_port
 
-GRACE = 5.0
+GRACE = 10.0
 """Seconds that the others have to end by themselves when one has failed; they may have something to say too."""
 
 SAVING = 60.0
@@ -61,7 +61,8 @@ def command_line(words: Sequence[str]) -> list[str]:
     program = shutil.which(words[0])
     if program is None:
         raise UserError(
-            f"no command of styrax and no program is named {words[0]!r}; such as: styrax launch -n 2 -- train quickstart"
+            f"no command of styrax and no program is named {words[0]!r}; expected such as: "
+            "styrax launch -n 2 -- train quickstart"
         )
     return [program, *words[1:]]
 
@@ -125,12 +126,11 @@ def launch(words: Sequence[str], count: int, *, devices: int | None = None, pref
 def _wait(children: Sequence[Child]) -> Ended:
     first: Child | None = None
     deadline = None
-    while any([child.running() for child in children]):  # each is looked at
+    while [child for child in children if child.running()]:  # each is looked at
         if first is None:
             failed = [child for child in children if child.code not in (None, 0)]
             if failed:
-                # Of several that have ended since the last look, who was killed or has failed itself is the cause.
-                first = min(failed, key=lambda child: (child.code == 128 + signal.SIGABRT, child.ended))
+                first = min(failed, key=lambda child: _guilt(child.code or 0))
                 deadline = time.monotonic() + (SAVING if first.code == 130 else GRACE)
         if deadline is not None and time.monotonic() > deadline:
             for child in children:
@@ -141,10 +141,19 @@ def _wait(children: Sequence[Child]) -> Ended:
         child.finish()
     failed = [child for child in children if child.code]
     if first is None and failed:
-        first = min(failed, key=lambda child: child.ended)
+        first = min(failed, key=lambda child: _guilt(child.code or 0))
     if first is None:
         return Ended(0, None, [])
     return Ended(first.code or 0, first.number, list(first.last))
+
+
+def _guilt(code: int) -> int:
+    """Of several that have ended since the last look: who was killed is the cause, who was aborted by jax is not.
+
+    >>> sorted([1, 134, 137], key=_guilt)
+    [137, 1, 134]
+    """
+    return 2 if code == 128 + signal.SIGABRT else 0 if code > 128 else 1
 
 
 class Child:
@@ -158,12 +167,12 @@ class Child:
 
     Attributes:
         code: Exit status as a shell gives it, 128 and the signal's number if one ended it; None while it runs.
-        ended: When it did.
         last: The last lines that it wrote to stderr.
     """
 
     def __init__(self, number: int, line: Sequence[str], variables: Mapping[str, str], *, prefix: bool) -> None:
-        self.number, self.code, self.ended = number, None, 0.0
+        self.number: int = number
+        self.code: int | None = None
         self.last: collections.deque[str] = collections.deque(maxlen=KEPT)
         self._prefix = f"[{number}] " if prefix else ""
         self._process: Any = subprocess.Popen(
@@ -183,7 +192,7 @@ class Child:
     def running(self) -> bool:
         """Look whether it still runs."""
         if self.code is None and (code := self._process.poll()) is not None:
-            self.code, self.ended = (128 - code if code < 0 else code), time.monotonic()
+            self.code = 128 - code if code < 0 else code
         return self.code is None
 
     def send(self, number: int) -> None:

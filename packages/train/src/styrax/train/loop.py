@@ -28,7 +28,7 @@ from styrax.train.interrupts import Interrupts
 from styrax.train.ledger import Ledger, tell
 from styrax.train.loss import next_token_loss
 from styrax.train.shardings import Initial, batch_sharding, batch_shards, lay_out
-from styrax.train.snapshot import due_by_time, encode, newest
+from styrax.train.snapshot import due_by_time, newest
 from styrax.train.spikes import SpikeWatch
 from styrax.train.step import Loss, Metrics, TrainState, make_step
 
@@ -182,7 +182,7 @@ def fit(
             now = Course(make, abstract, checkpointer, watch)
             now.resume(latest, data)
             start = now.step
-            accord.check_alike(step=start, steps=steps, run=run_info, data=_position(data))
+            accord.check_alike(step=start, steps=steps, config=(run_info or {}).get("config"), data=_identity(data))
             if truncate := getattr(tracker, "truncate", None):
                 truncate(start)
             tell(hooks, "on_start", start, steps, latest is not None)
@@ -285,9 +285,10 @@ def fit(
         )  # fmt: skip
 
 
-def _position(data: Any) -> Any:
-    """Where the data stand, if they tell; the same on all processes that read the same data."""
-    return encode(data.get_state()) if hasattr(data, "get_state") else None
+def _identity(data: Any) -> Any:
+    """What tells data from others, if they say so; the position of other iterators may be each process's own."""
+    state = data.get_state() if hasattr(data, "get_state") else None
+    return (state.get("fingerprint"), state.get("step")) if isinstance(state, Mapping) else None
 
 
 def _on(mesh: jax.sharding.Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:

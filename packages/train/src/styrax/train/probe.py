@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,8 @@ from styrax.train.step import Loss, Metrics, TrainState, make_step
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+_UPSTREAM = re.compile(r"[/\\](jax|jaxlib|flax|optax)[/\\]")
 
 LAYERS = "layers"
 """The logical axis along which parameters of several layers are stacked."""
@@ -69,9 +72,9 @@ class Prober:
         self._graphdef, self._loss, self._accumulate = graphdef, loss, accumulate
         self._mesh, self._axes = mesh, logical_axes or {}
 
-        def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            updates, inner = tx.update(grads, state[0], params)
-            return updates, (inner, self._norms(grads), _counts(grads))
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            moves, inner = tx.update(updates, state[0], params)
+            return moves, (inner, self._norms(updates), _counts(updates))
 
         seen: Metrics | None = None if metrics is None else lambda state: metrics(state[0])
         watching = optax.GradientTransformation(lambda params: (tx.init(params), {}, {}), update)
@@ -123,7 +126,8 @@ class Prober:
         Every operation of the first micro-batch that has one is checked while it runs, so this is slow.
 
         Returns:
-            The text of ``jax.experimental.checkify``; None if there is none, or where it cannot check.
+            What ``jax.experimental.checkify`` says, and the innermost lines of code; None if there is no NaN, or where
+            it cannot check.
         """
         root = stream(state.key, "step", state.step)
 
@@ -139,11 +143,11 @@ class Prober:
                 try:
                     with self._meshed():
                         checked = jax.jit(checkify.checkify(function, errors=checkify.nan_checks))
-                        said = checked(state.params, piece, key)[0].get()
+                        error = checked(state.params, piece, key)[0]
                 except Exception:  # not every operation can be checked, and this is only a help
                     continue
-                if said is not None:
-                    return said
+                if error.get() is not None:
+                    return f"{error.get()} {_frames(error.get_exception())}".strip()
         return None
 
     def _token_losses(self, state: TrainState, batch: Any) -> Any:
@@ -175,6 +179,13 @@ class Prober:
 
     def _meshed(self) -> contextlib.AbstractContextManager[Any]:
         return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
+
+
+def _frames(error: Any) -> str:
+    """The innermost three lines of code of an error of checkify, those of JAX and this file left out."""
+    lines = [line.strip() for line in str(getattr(error, "traceback_info", None) or "").splitlines()]
+    own = [line for line in lines if not _UPSTREAM.search(line) and not line.startswith(__file__)]
+    return "at " + ", called by ".join(own[:3]) if own else ""
 
 
 def _counts(values: Any) -> dict[str, Array]:

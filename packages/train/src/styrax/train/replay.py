@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from styrax.core import UserError
 from styrax.core.config import Resolved, find_schema, read_config
 from styrax.train.checks import check_arrays
 from styrax.train.compiled import CompiledStep
-from styrax.train.compose import Parts, compose, make_dataset
+from styrax.train.compose import Parts, compose, make_dataset, make_initial
 from styrax.train.loss import next_token_loss
 from styrax.train.probe import Prober
 from styrax.train.rundir import RunDir, versions
@@ -56,14 +57,14 @@ class Taken(NamedTuple):
         step: Its number.
         batch_index: Place of its batch in the data.
         batch: What it was trained on.
-        before: The state that it began with; only of the step that is looked for.
+        before: The state that it began with; None if it was not kept.
         metrics: What it reported.
     """
 
     step: int
     batch_index: int
     batch: Any
-    before: TrainState | None
+    before: Any
     metrics: dict[str, float]
 
 
@@ -136,6 +137,7 @@ def rebuild(folder: RunDir, step: int, overrides: Sequence[str] = ()) -> Rebuilt
     graphdef, abstract, make = lay_out(
         parts.make_model, parts.tx,
         seed=resolved.sections["train"].seed, mesh=parts.mesh, logical_axes=parts.logical_axes,
+        initial=make_initial(resolved),
     )  # fmt: skip
     return Rebuilt(folder, resolved, parts, graphdef, abstract, make, start, skipped)
 
@@ -230,7 +232,7 @@ def replay(folder: RunDir, step: int, *, checks: bool = False, overrides: Sequen
         recorded = lines.get(taken.step)
         compared += recorded is not None
         differing += [f"step {taken.step}, {text}" for text in unlike(recorded or {}, taken.metrics)]
-    assert taken is not None and taken.before is not None
+    assert taken is not None
     probe = prober(run)
     probed = probe(taken.before, taken.batch)
     found = Replay(
@@ -266,7 +268,8 @@ def elsewhere(folder: RunDir) -> list[str]:
     """What is not as it was when a run was last started."""
     then, now = folder.last_start(), versions()
     keys = (then.keys() | now.keys()) - {"configuration", "folder"}
-    lines = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in sorted(keys) if then.get(key) != now.get(key)]
+    pairs = [(key, then.get(key), now.get(key)) for key in sorted(keys)]
+    lines = [f"{key}: {old} then, {new} now" for key, old, new in pairs if old != new]
     started = next((event for event in reversed(folder.read_events()) if event["event"] == "start"), {})
     here = machine()
     return lines + [
@@ -325,6 +328,6 @@ def spans(dataset: Any, taken: Taken, row: int) -> list[dict[str, Any]]:
     return [
         {"source": "", "document": f"row {row}, segment {int(segments[a])}", "offset": 0, "row": row, "column": a,
          "length": b - a}
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
         if segments[a]
     ]  # fmt: skip

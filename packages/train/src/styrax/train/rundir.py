@@ -35,6 +35,7 @@ class RunDir:
     ``samples/``            text, by step
     ``summary.json``        numbers of the last finished start: parameters, baselines
     ``report.html``         the report, with ``loss.png``
+    ``stacks-N.txt``        where process N stood when its watchdog found that nothing moved
     ``STOP``                if somebody makes it, the run ends after the running step; it is removed then
     ======================= ===========================================================
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from styrax.core.mesh import DEFAULT_RULES, follow, shardings, spec
 from styrax.core.random import stream
 from styrax.train.step import TrainState, init_state, split_model
 
+_SMALL = 2**24
 Initial = Callable[["Mesh | None", Mapping[str, tuple[str, ...]]], nnx.Module]
 
 
@@ -58,7 +60,7 @@ def lay_out(
 
     def begin(where: TrainState | None) -> TrainState:
         if initial is None:
-            return jax.jit(build, out_shardings=where)(key)
+            return jax.jit(build, out_shardings=where, compiler_options=_once(abstract, mesh))(key)
         params, variables = split_model(initial(mesh, rules))[1:]
         if problems := _differences({"params": params, "variables": variables}, abstract):
             raise UserError("the weights to begin with are not of this model:\n  " + "\n  ".join(problems))
@@ -79,6 +81,14 @@ def lay_out(
         where,
     )
     return graphdef, abstract, lambda: begin(where)
+
+
+def _once(abstract: TrainState, mesh: Mesh | AbstractMesh | None) -> dict[str, Any] | None:
+    """Options for a program that runs once: of a small model, to optimise it takes longer than it then saves."""
+    where = jax.default_backend() if mesh is None or isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
+    small = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract.params)) < _SMALL
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return quick if small and where == "cpu" else None
 
 
 def _differences(found: Mapping[str, Any], wanted: TrainState) -> list[str]:

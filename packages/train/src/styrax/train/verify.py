@@ -108,9 +108,8 @@ def differences(one: Kept, other: Kept) -> list[str]:
             bits = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(x.size, -1) for x in (a, b)]
             where = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
             index = tuple(int(i) for i in np.unravel_index(where[0], a.shape))
-            found.append(
-                f"{path}: {len(where):,} of {a.size:,} numbers differ, first at {list(index)}: {a[index]} and {b[index]}"
-            )
+            many = f"{len(where):,} of {a.size:,} numbers differ"
+            found.append(f"{path}: {many}, first at {list(index)}: {a[index]} and {b[index]}")
     for step in sorted(one.lines.keys() | other.lines.keys()):
         if one.lines.get(step) != other.lines.get(step):
             pair = (one.lines.get(step, "no line"), other.lines.get(step, "no line"))

@@ -22,8 +22,9 @@ ENDED = 74
 class Watchdog(Hook):
     """Writes the Python stacks of all threads to a file when no step, evaluation, sample or save has ended for long.
 
-    It counts from the first compilation on, and not while a step is compiled. It writes once for each time that the run
-    stands still. A thread does it, so the main thread may wait for a device or for another process.
+    It counts from the first compilation on, and not while a step is compiled, nor for as long after that. It writes
+    once for each time that the run stands still. A thread does it, so the main thread may wait for a device or for
+    another process.
 
     Args:
         path: The file; stacks are appended. Its folder must be there by then.
@@ -54,8 +55,8 @@ class Watchdog(Hook):
         self._thread.start()
 
     def on_compile(self, seconds: float | None) -> None:
-        """Rest while a step is compiled."""
-        self._note(rest=seconds is None)
+        """Rest while a step is compiled, and as long again: another process may take twice as long for it."""
+        self._note(rest=seconds is None, more=seconds or 0.0)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step has ended."""
@@ -86,9 +87,9 @@ class Watchdog(Hook):
         if self._thread is not None:
             self._thread.join()
 
-    def _note(self, rest: bool = False) -> None:
+    def _note(self, rest: bool = False, more: float = 0.0) -> None:
         with self._change:
-            self._since = None if rest else time.monotonic()
+            self._since = None if rest else time.monotonic() + more
             self._change.notify_all()
 
     def _run(self) -> None:
@@ -109,8 +110,8 @@ class Watchdog(Hook):
     def _bark(self) -> None:
         self.barked += 1
         told = (
-            f"process {self._process} stands still: nothing has ended for {self._seconds:g} s since the metrics of step "
-            f"{self._step} came (train.watchdog.seconds)"
+            f"process {self._process} stands still: nothing has ended for {self._seconds:g} s "
+            f"(train.watchdog.seconds); the last metrics are of step {self._step}"
         )
         with contextlib.suppress(OSError):
             with self._path.open("a", encoding="utf-8") as file:

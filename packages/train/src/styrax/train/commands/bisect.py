@@ -49,10 +49,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"the first tensor that is not finite is {first} ({count} numbers); {len(found.not_finite)} are")
     if found.before:
         print("the state was bad before this step, so no document of this step is the cause; look at earlier steps")
+    if found.many:
+        print("documents of this step are bad one by one, so the cause is not in the data: look at the state before it")
     for each in found.documents:
         print(f"document  {place(each)}: loss {each['loss']:.6g} over {each['tokens']} tokens")
     if found.without:
         what = "mends the step" if found.mended else "does not mend the step"
-        print(f"leaving that out {what}: loss {found.without['loss']:.6g}")
+        print(f"leaving {'it' if len(found.documents) == 1 else 'these'} out {what}: loss {found.without['loss']:.6g}")
     print(f"look closer: styrax replay {folder.path} --step {found.step} --checks")
     return 0

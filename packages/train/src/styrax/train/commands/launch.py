@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices-per-process", type=int, metavar="D", help="devices of each: CPU devices, or accelerators in order"
     )
     parser.add_argument(
-        "--template", choices=TEMPLATES, help="print a file for a scheduler, with the command filled in, and start nothing"
+        "--template", choices=TEMPLATES, help="print a file for a scheduler, with the command in it, and start nothing"
     )
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a command of styrax by its name, or any program"

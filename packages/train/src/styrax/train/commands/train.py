@@ -10,8 +10,8 @@ from pathlib import Path
 from styrax.core import UsageError
 from styrax.core.config import Resolved, find_schema, read_config
 from styrax.train.interrupts import UNBEGUN, Interrupts
-from styrax.train.resume import check_same, check_source, settle_steps, source
 from styrax.train.processes import together
+from styrax.train.resume import check_same, check_source, settle_steps, source
 from styrax.train.rundir import RunDir
 
 HELP = "train a model, or resume the run that the folder holds"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,32 +46,39 @@ class Collective:
     wire_bytes: int | None
 
 
-def collectives(text: str, shape: dict[str, int]) -> tuple[Collective, ...]:
+def collectives(text: str, shape: dict[str, int], dcn: Mapping[str, int] | None = None) -> tuple[Collective, ...]:
     """List what a compiled program exchanges, the most bytes first.
 
     Args:
         text: Of ``compiled.as_text()``.
         shape: Mesh axis -> devices along it, in the order of the mesh.
+        dcn: Mesh axis -> ways of it across slices. The program is that of one slice, which reaches the others through
+            its hosts.
     """
     module = hlo.parse(text)
+    if "_xla_megascale" in text:  # devices are counted within the slice
+        shape = {name: size // (dcn or {}).get(name, 1) for name, size in shape.items()}
     sums: dict[tuple[str, str | None, bool, int], list[Any]] = {}
     for run in module.runs():
         computation, times = module.computations[run.name], run.times
         for each in computation.instructions.values():
             kind = each.opcode.removesuffix("-start")
-            if kind not in KINDS:
+            if kind == "send" and (across := _across(each, dcn or {})) is not None:
+                (kind, axes, size), operands = across, each.operands[:1]
+            elif kind in KINDS:
+                (axes, size), operands = _axes(each, shape), each.operands
+            else:
                 continue
-            axes, size = _axes(each, shape)
             if size == 1:
                 continue
-            for operand in each.operands:
+            for operand in operands:
                 source = computation.instructions.get(operand)
                 if source is None:
                     continue
                 gathers = kind == "all-reduce" and _padded(module, computation, operand, run)
                 whole = hlo.shape_bytes(source.shape) * (size if kind == "all-gather" else 1)
                 entry = sums.setdefault((kind, axes, gathers, size), [0, 0, 0])
-                added = (1 if operand == each.operands[0] else 0, whole, _wire(kind, whole, size))
+                added = (1 if operand == operands[0] else 0, whole, _wire(kind, whole, size))
                 for place, amount in enumerate(added):
                     known = entry[place] is not None and (times is not None or not amount)
                     entry[place] = entry[place] + amount * (times or 0) if known else None
@@ -79,6 +87,18 @@ def collectives(text: str, shape: dict[str, int]) -> tuple[Collective, ...]:
         for (kind, axes, gathers, size), (count, whole, wire) in sums.items()
     ]
     return tuple(sorted(found, key=lambda each: -1 if each.wire_bytes is None else each.wire_bytes, reverse=True))
+
+
+def _across(each: hlo.Instruction, dcn: Mapping[str, int]) -> tuple[str, str | None, int] | None:
+    """Kind, axes and slices of an exchange between slices, which the hosts do; None for another kind of send."""
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', each.rest)
+    target = re.search(r'_xla_megascale_target="\{([\d,]+)\}', each.rest)
+    if kind is None or target is None:
+        return None
+    slices = len(target[1].split(","))
+    names = [name for name, ways in dcn.items() if ways > 1]
+    axes = "+".join(names) if math.prod(dcn.values()) == slices else None
+    return kind[1].lower().replace("_", "-"), axes or None, slices
 
 
 def exchange(kind: str, axes: str, group: int, whole: float, times: float) -> Collective:

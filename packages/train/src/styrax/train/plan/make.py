@@ -219,7 +219,7 @@ def compile_case(case: Case, progress: Callable[[str], None] = lambda text: None
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return Verdict(failure=exhausted(str(error)))
-    return Verdict(compiled=compiled, exchanged=collectives(text, dict(case.program.mesh.shape)))
+    return Verdict(compiled=compiled, exchanged=collectives(text, dict(case.program.mesh.shape), case.dcn))
 
 
 def assess(

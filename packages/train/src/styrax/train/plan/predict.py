@@ -95,8 +95,8 @@ class Predicted:
 METRIC_BYTES = 512
 """Room of one metric: a scalar takes a whole tile."""
 
-MOST_LOGITS = 2**24
-"""Logits that are made at once, of a whole batch, by the losses of styrax-models."""
+MOST_LOGITS = 2**27
+"""Logits that a device makes at once in the losses of styrax-models, on accelerators."""
 
 ID_BYTES = 5
 """Of a token's id, and of whether it counts."""
@@ -139,9 +139,9 @@ def predict(
         tokens = program.tokens / program.shards / program.accumulate
         activations = kept(widths, tokens, compute_bytes)
         copy = cast_copy(state.params, compute_bytes)
-        pieces = min(tokens, MOST_LOGITS / vocab_total(widths, program) / program.shards) * widths.vocab
+        pieces = min(tokens, MOST_LOGITS / vocab_total(widths, program)) * widths.vocab
         alone = program.rows // program.accumulate == program.shards
-        block, loss = working(widths, tokens, compute_bytes, pieces, gathers=not alone or program.shards == 1)
+        block, loss = working(widths, tokens, compute_bytes, pieces, alone=alone and program.shards > 1)
         ids = ID_BYTES * program.tokens // program.accumulate if program.shards > 1 else 0
         alive = activations + copy + max(gradients + block, loss + ids)
         temporaries = max(0, round(gaps * alive) - activations - gradients)
@@ -239,12 +239,15 @@ def kept(widths: Widths, tokens: float, compute_bytes: int) -> int:
     return round(widths.layers * tokens * compute_bytes * (stream + more[widths.remat]))
 
 
-def working(widths: Widths, tokens: float, compute_bytes: int, logits: float, *, gathers: bool) -> tuple[int, int]:
-    """Bytes alive beside parameters, gradients and activations: of a block on its way back, and at the loss."""
+def working(widths: Widths, tokens: float, compute_bytes: int, logits: float, *, alone: bool) -> tuple[int, int]:
+    """Bytes alive beside parameters, gradients and activations: of a block on its way back, and at the loss.
+
+    At the loss the head is gathered; with one row on a device, the compiler keeps what is as large as three of it.
+    """
     c, mlp = compute_bytes, widths.mlp * (2 if widths.gated else 1)
     block = 2 * widths.block_numbers * c
     block += tokens * c * (2 * mlp + 2 * widths.heads + 2 * widths.kv + 4 * widths.embed)
-    loss = (2 * widths.head_numbers * c if gathers else 0) + 4 * tokens * c * widths.embed + logits * (8 + c)
+    loss = (3 if alone else 1) * widths.head_numbers * c + 4 * tokens * c * widths.embed + logits * (4 + c)
     return round(block), round(loss)
 
 
