@@ -29,7 +29,7 @@ class PretrainedConfig:
     Attributes:
         kind: Selects this model.
         folder: `config.json` and safetensors.
-        freeze: Patterns of the parameters that are not trained, such as "embed/**".
+        freeze: Patterns of the parameters that are not trained, such as `embed/**`.
         dropout: As for a decoder.
         remat: As for a decoder.
         scan: As for a decoder.

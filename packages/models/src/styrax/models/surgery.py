@@ -90,7 +90,7 @@ def graft(model: nnx.Module, source: nnx.Module, *, only: str = "**") -> Grafted
     Args:
         model: What to put them into; their dtypes become those it has.
         source: Where they come from.
-        only: A pattern of paths, such as "layers/**".
+        only: A pattern of paths, such as `layers/**`.
 
     Raises:
         UserError: Nothing fits.
@@ -123,7 +123,7 @@ def freeze(model: M, *patterns: str) -> M:
 
     Args:
         model: Any NNX module.
-        patterns: Of paths, such as "embed/**" or "layers/**"; arrays of a stack of layers are frozen together.
+        patterns: Of paths, such as `embed/**` or `layers/**`; arrays of a stack of layers are frozen together.
 
     Raises:
         UserError: A pattern matches no parameter.
@@ -143,7 +143,7 @@ def thaw(model: M, *patterns: str) -> M:
 
     Args:
         model: Any NNX module.
-        patterns: Of paths; "**" thaws all.
+        patterns: Of paths; `**` thaws all.
 
     Raises:
         UserError: A pattern matches nothing that is frozen.
