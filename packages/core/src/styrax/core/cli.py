@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _say(leaving.code, FAILED)
         return leaving.code or DONE
     except KeyboardInterrupt as interrupt:
+        if argv is None:  # one more, while the interpreter ends, would kill the process with another status
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return _say(str(interrupt) or "interrupted", INTERRUPTED)
     except BrokenPipeError:
         _drop_output()

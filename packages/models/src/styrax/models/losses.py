@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.shard_alike import shard_alike
 
 from styrax.models.layers.fence import on_cpu
 from styrax.models.layers.meshes import mesh_of
@@ -133,21 +132,16 @@ def _forward(
         sums, back = jax.vjp(lambda params, part: piece(params, part, *rest), params, part)
         found = [back(unit) for unit in units]
         grads = [
-            jax.tree.map(lambda total, new, leaf: _like(total + new.astype(total.dtype), leaf), total, new, params)
+            jax.tree.map(lambda total, new: total + new.astype(total.dtype), total, new)
             for total, (new, _) in zip(carry[1], found, strict=True)
         ]
         return (jax.tree.map(jnp.add, carry[0], sums), grads), [by_part for _, by_part in found]
 
-    zeros = jax.tree.map(lambda leaf: _like(jnp.zeros(leaf.shape, "float32"), leaf), params)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, "float32"), params)
     start = tuple(jnp.zeros((), "float32") for _ in units), [zeros for _ in units]
     (totals, grads), by_x = jax.lax.scan(step, start, cut)
     kept = [jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grad, params) for grad in grads]
     return totals, (kept, [jnp.moveaxis(each, 0, 2).reshape(x.shape) for each in by_x], mask)
-
-
-def _like(total: Array, leaf: Array) -> Array:
-    """Let a sum of gradients be split over devices as the parameter is; the compiler might keep it whole."""
-    return total if all(size == 1 for size in mesh_of(leaf).free.values()) else shard_alike(total, leaf)[0]
 
 
 def _backward(piece: Piece, count: int, saved: Any, cotangents: tuple[Array, ...]) -> tuple[Any, ...]:

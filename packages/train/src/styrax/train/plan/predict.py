@@ -11,15 +11,16 @@ layers, $V$ logits, and $N$ numbers in a block and $H$ in the head:
   keeps the products, $L T c\,(d + h + 2 k + f)$;
 - temporaries: the rest of the larger of two moments. One is a block on its way back, whose weights and their gradients
   are whole, $A + G + C + 2 N c + T c\,(2 f + 2 h + 2 k + 4 d)$, where $C$ is a copy of the parameters in the
-  compute dtype, if that is another. The other is the loss, $A + C + 2 H c + 4 T d c$ and a piece of the logits, with
+  compute dtype, if that is another. The other is the loss, $A + C + H c + 4 T d c$ and a piece of the logits, with
   the ids of the whole batch, of all devices, by which the embedding is looked up and its gradient added up.
-  Where a device has one row, the compiler adds up logits instead of gathering the head, and $2 H c$ falls away.
+  Where a device has one row of the batch, or fewer than eight of the head, $H c$ becomes $3 H c$.
   Older TPU compilers leave gaps: they take `gaps_of` times what is alive.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing import Any
 
 import jax
 
+from styrax.core.mesh import DEFAULT_RULES
 from styrax.train.plan.collectives import Collective, exchange
 from styrax.train.plan.program import Program
 from styrax.train.plan.shape import Widths, held
@@ -140,8 +142,10 @@ def predict(
         activations = kept(widths, tokens, compute_bytes)
         copy = cast_copy(state.params, compute_bytes)
         pieces = min(tokens, MOST_LOGITS / vocab_total(widths, program)) * widths.vocab
-        alone = program.rows // program.accumulate == program.shards
-        block, loss = working(widths, tokens, compute_bytes, pieces, alone=alone and program.shards > 1)
+        mesh = dict(program.mesh.shape)
+        ways = math.prod(mesh.get(axis, 1) for axis in DEFAULT_RULES["embed"])
+        few = program.rows // program.accumulate == program.shards or widths.embed < 8 * ways
+        block, loss = working(widths, tokens, compute_bytes, pieces, few=few and program.shards > 1)
         ids = ID_BYTES * program.tokens // program.accumulate if program.shards > 1 else 0
         alive = activations + copy + max(gradients + block, loss + ids)
         temporaries = max(0, round(gaps * alive) - activations - gradients)
@@ -239,15 +243,16 @@ def kept(widths: Widths, tokens: float, compute_bytes: int) -> int:
     return round(widths.layers * tokens * compute_bytes * (stream + more[widths.remat]))
 
 
-def working(widths: Widths, tokens: float, compute_bytes: int, logits: float, *, alone: bool) -> tuple[int, int]:
+def working(widths: Widths, tokens: float, compute_bytes: int, logits: float, *, few: bool) -> tuple[int, int]:
     """Bytes alive beside parameters, gradients and activations: of a block on its way back, and at the loss.
 
-    At the loss the head is gathered; with one row on a device, the compiler keeps what is as large as three of it.
+    At the loss the head is gathered; where a device has few rows, one of the batch or fewer than eight of the head, the
+    compiler keeps what is as large as three of it.
     """
     c, mlp = compute_bytes, widths.mlp * (2 if widths.gated else 1)
     block = 2 * widths.block_numbers * c
     block += tokens * c * (2 * mlp + 2 * widths.heads + 2 * widths.kv + 4 * widths.embed)
-    loss = (3 if alone else 1) * widths.head_numbers * c + 4 * tokens * c * widths.embed + logits * (4 + c)
+    loss = (3 if few else 1) * widths.head_numbers * c + 4 * tokens * c * widths.embed + logits * (4 + c)
     return round(block), round(loss)
 
 
