@@ -10,6 +10,7 @@ from styrax.core import UsageError, UserError
 from styrax.core.config import find_schema, read_config
 from styrax.models.cost import cost_of
 from styrax.train.plan import plan
+from styrax.train.plan.make import Verdict, assess, case_of
 from styrax.train.plan.search import search
 from styrax.train.plan.topology import parse
 
@@ -187,3 +188,13 @@ def test_random_tokens_train_and_resume_exactly(styrax, tiny):
     losses = [[json.loads(line)["loss"] for line in each] for each in lines]
     assert len(losses[0]) == len(losses[1]) == 6
     assert losses[0][0] == losses[1][0]
+
+
+def test_exchanges_that_were_not_read_are_foreseen():
+    """A program that seems to send nothing must not make the network free."""
+    config = resolved("mesh.axes={fsdp=4}", *TINY)
+    case = case_of(config, parse("v5p:2x2x1"), compile=False)
+    blind, foreseen = assess(case, Verdict(exchanged=())), assess(case)
+    assert foreseen.roofline.network > 0 and blind.roofline.network == foreseen.roofline.network
+    assert any("are seen to be sent" in note for note in blind.notes)
+    assert not any("are seen to be sent" in note for note in foreseen.notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -249,11 +249,18 @@ def assess(
         widths = dataclasses.replace(widths, remat=remat)
     gaps = gaps_of(topology.kind, libtpu_version())
     predicted = predict(program, widths, compute_bytes=c, flops_per_token=case.flops_per_token, gaps=gaps)
+    foreseen, notes = exchanges(program, widths, compute_bytes=c), list(case.notes)
+    if exchanged is not None and _sent(exchanged) < _sent(foreseen) / 2:
+        notes.append(
+            f"in the compiled program {_sent(exchanged):,} bytes are seen to be sent, and its parameters and gradients "
+            f"need {_sent(foreseen):,}: some exchanges have a form that is not read, and the time is of those foreseen"
+        )
+    seen = foreseen if exchanged is None or len(notes) > len(case.notes) else exchanged
     least = roofline(
         chip,
         flops=predicted.flops,
         bytes_accessed=predicted.bytes_accessed,
-        exchanged=exchanges(program, widths, compute_bytes=c) if exchanged is None else exchanged,
+        exchanged=seen,
         across=tuple(name for name, ways in case.dcn.items() if ways > 1),
     )
     hbm = None if chip is None else chip.hbm_bytes // chip.devices
@@ -298,8 +305,12 @@ def assess(
         hbm_bytes=hbm,
         fits=False if failure is not None else facts.fits,
         advice=advice(facts, failed=failure is not None),
-        notes=case.notes,
+        notes=tuple(notes),
     )
+
+
+def _sent(exchanged: Sequence[Collective] | None) -> int:
+    return round(sum(each.wire_bytes or 0 for each in exchanged or ()))
 
 
 def shapes(data: Any, vocab_size: int | None, notes: list[str]) -> tuple[int, Mapping[str, Any]]:

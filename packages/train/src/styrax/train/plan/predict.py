@@ -13,7 +13,8 @@ layers, $V$ logits, and $N$ numbers in a block and $H$ in the head:
   are whole, $A + G + C + 2 N c + T c\,(2 f + 2 h + 2 k + 4 d)$, where $C$ is a copy of the parameters in the
   compute dtype, if that is another. The other is the loss, $A + C + H c + 4 T d c$ and a piece of the logits, with
   the ids of the whole batch, of all devices, by which the embedding is looked up and its gradient added up.
-  Where a device has one row of the batch, or fewer than eight of the head, $H c$ becomes $3 H c$.
+  Where a device has one row of the batch, or, with the older compilers, fewer than eight of the head, $H c$ becomes
+  $3 H c$.
   Older TPU compilers leave gaps: they take `gaps_of` times what is alive.
 """
 
@@ -144,7 +145,7 @@ def predict(
         pieces = min(tokens, MOST_LOGITS / vocab_total(widths, program)) * widths.vocab
         mesh = dict(program.mesh.shape)
         ways = math.prod(mesh.get(axis, 1) for axis in DEFAULT_RULES["embed"])
-        few = program.rows // program.accumulate == program.shards or widths.embed < 8 * ways
+        few = program.rows // program.accumulate == program.shards or (gaps > 1 and widths.embed < 8 * ways)
         block, loss = working(widths, tokens, compute_bytes, pieces, few=few and program.shards > 1)
         ids = ID_BYTES * program.tokens // program.accumulate if program.shards > 1 else 0
         alive = activations + copy + max(gradients + block, loss + ids)
