@@ -99,7 +99,7 @@ def test_every_term_and_parameter_has_a_gradient(whole):
         )
 
 
-@pytest.mark.parametrize("accumulate", [2, 8])
+@pytest.mark.parametrize("accumulate", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_accumulation_is_one_batch(whole, accumulate):
     """With dropout: a row draws by its number."""
     same(step_of(CONFIG, accumulate=accumulate), whole["experts"])

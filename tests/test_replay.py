@@ -130,6 +130,7 @@ def test_batches_that_a_rollback_left_out_are_left_out_again(styrax):
     assert (found.start, found.compared, found.differences) == (0, 9, [])
 
 
+@pytest.mark.slow
 def test_the_first_step_above_a_bound_is_found_with_the_documents_that_lift_it(recorded):
     losses = [line["loss"] for line in recorded.read_metrics()]
     bound = (losses[0] + losses[1]) / 2 if losses[0] > losses[1] else losses[0] + 1e-4
@@ -145,6 +146,7 @@ def test_the_first_step_above_a_bound_is_found_with_the_documents_that_lift_it(r
         bisect(recorded, metric="losss", above=1.0)
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_at_a_loss_that_is_no_number_is_not_the_datas_fault(styrax):
     folder = RunDir(styrax.folder / "burst")
     folder.create()

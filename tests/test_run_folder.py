@@ -48,7 +48,9 @@ def test_what_to_try_next_can_be_pasted_into_a_shell(run):
     resolved = SCHEMA.resolve({}, ["train.baselines=false"])
     result = SimpleNamespace(state=SimpleNamespace(params={}), step=1)
     log = EventLog(run, Goodput())
-    summary = finish(Console(file=out, width=60), run, resolved, SimpleNamespace(), result, Interrupts(), log)  # pyright: ignore[reportArgumentType]
+    summary = finish(
+        Console(file=out, width=60), run, resolved, SimpleNamespace(tokenizer=True), result, Interrupts(), log
+    )  # pyright: ignore[reportArgumentType]
     assert summary["step"] is None
     lines = out.getvalue().splitlines()
     generate, train = (

@@ -47,7 +47,7 @@ def step_of(accumulate):
     return state, step(state, batch_of())
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize("accumulate", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_accumulation_changes_nothing(accumulate):
     """The losses of the router included, for they are sums over rows."""
     before, (whole, metrics) = step_of(1)
@@ -89,7 +89,7 @@ def corrections(variables):
     return {path: np.asarray(leaf) for path, leaf in tree.flatten(variables).items() if path.endswith("correction")}
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_corrections_follow_the_load_of_the_whole_batch(accumulate):
     """One step moves each by the rate, towards where fewer than the mean went, in the layers and the block of MTP."""
     model, tx = CORRECTED.build(vocab_size=40, rngs=nnx.Rngs(0)), optax.sgd(0.1)

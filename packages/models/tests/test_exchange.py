@@ -65,7 +65,7 @@ def same(got, expected):
         np.testing.assert_allclose(left[path], leaf, atol=bound, err_msg=path)
 
 
-@pytest.mark.parametrize("axes", MESHES[:3], ids=str)
+@pytest.mark.parametrize("axes", [MESHES[1]], ids=str)
 @pytest.mark.parametrize("name", ["dropless", "capacity"])
 def test_many_devices_are_one(name, axes):
     """Result, statistics, and the gradients of experts, router and input."""

@@ -105,7 +105,9 @@ def gradient(model, ids, targets, segments):
     return value, tree.flatten(grads)
 
 
-@pytest.mark.parametrize("moe", [None, MoE(num_experts=4, experts_per_token=2, expert_dim=16)])
+@pytest.mark.parametrize(
+    "moe", [pytest.param(None, marks=pytest.mark.slow), MoE(num_experts=4, experts_per_token=2, expert_dim=16)]
+)
 def test_every_parameter_is_trained_however_it_is_computed(build, moe):
     _, ids, targets, segments = batch((7, 4))
     arch = Arch(head=HEAD, moe=moe, sparse=(False, True))

@@ -61,10 +61,14 @@ def same(got, expected):
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [
-        ({"data": 2, "stage": 4}, {"num_layers": 4}),
-        ({"stage": 2, "fsdp": 2, "tensor": 2}, {"num_layers": 4, "arch": PATTERN, "remat": "block"}),
+        pytest.param({"data": 2, "stage": 4}, {"num_layers": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            {"stage": 2, "fsdp": 2, "tensor": 2},
+            {"num_layers": 4, "arch": PATTERN, "remat": "block"},
+            marks=pytest.mark.slow,
+        ),
         ({"stage": 2, "data": 4}, {"num_layers": 4, "runtime": Runtime(microbatches=2, repeats=2)}),
-        ({"stage": 2, "expert": 2, "data": 2}, {"num_layers": 2, "arch": SPARSE}),
+        pytest.param({"stage": 2, "expert": 2, "data": 2}, {"num_layers": 2, "arch": SPARSE}, marks=pytest.mark.slow),
     ],
     ids=["gpipe", "cycles of layers and tensor", "interleaved", "experts and mtp"],
 )

@@ -38,8 +38,8 @@ def run(case, name):
     return jax.jit(jax.value_and_grad(objective, which, has_aux=True))
 
 
-@pytest.mark.parametrize("ways", [2, 8])
-@pytest.mark.parametrize("name", ["all", "chunk of documents"])
+@pytest.mark.parametrize("ways", [8, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["all", pytest.param("chunk of documents", marks=pytest.mark.slow)])
 def test_many_devices_are_one(name, ways):
     case = CASES[name]
     expected = run(case, "reference")(*arrays(case))
