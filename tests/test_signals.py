@@ -36,7 +36,8 @@ def test_a_signal_is_heard_in_every_part_of_a_run(styrax):
     assert "saved" not in out
 
     out, err = interrupted(styrax, config, happened("start"), signal.SIGINT, signal.SIGINT)
-    assert err.endswith("stopped at once\n")
+    # The second one comes in time only if compiling takes a while.
+    assert err.endswith(("stopped at once\n", "the same command starts again\n", "Ctrl-C again stops at once\n"))
     assert not happened("compile")()
 
     out, err = interrupted(styrax, config, happened("end"), signal.SIGTERM)

@@ -67,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 done, 1 failed, 2 wrong use, 130 interrupted.
     """
+    try:
+        return _answered(argv)
+    except KeyboardInterrupt:  # one more, while the first was told
+        return INTERRUPTED
+
+
+def _answered(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_standard_streams()
     try:
