@@ -7,6 +7,7 @@ distributions, so each line that begins with `$` is checked against the command'
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from styrax.core.registry import names, resolve
 ROOT = Path(check_workspace.__file__).parents[1]
 WORKSPACE = check_workspace.Workspace.load(ROOT)
 STAGES = subprocess.check_output([ROOT / ".ci/run", "--list"], text=True).split("\n")
+TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -160,3 +162,18 @@ def test_workflows_name_stages_that_exist():
     assert len(named) >= 6
     for stages in named:
         check_ci(stages)
+
+
+def tables() -> Iterator[tuple[str, str]]:
+    sections = find_schema("train").sections.keys()
+    for page in pages():
+        for number, text in enumerate(TOML.findall(page.read_text(encoding="utf-8"))):
+            if (table := tomllib.loads(text)) and table.keys() <= sections:
+                yield f"{page.relative_to(ROOT)}:{number}", text
+
+
+@pytest.mark.parametrize(("name", "text"), tables(), ids=lambda value: value if ".md:" in value else "")
+def test_configurations_of_runs_can_be_read(name, text, tmp_path):
+    """Whatever a page shows as TOML of a run is one: no key that is none, no value out of its limits."""
+    (tmp_path / "run.toml").write_text(text)
+    read_config(find_schema("train"), str(tmp_path / "run.toml"), [])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from styrax.core.errors import UserError, nearest
+from styrax.core.errors import UserError
 from styrax.data.hashing import fingerprint, hash64, permutation
+from styrax.data.settings import changed
 
 if TYPE_CHECKING:
     from styrax.data.loader import Loader
@@ -184,13 +185,7 @@ class ArrayData:
 
     def differences(self, saved: Mapping[str, Any], step: int, allow: Sequence[str] = ()) -> list[str]:
         """Say what keeps these data from going on where others with the settings `saved` stopped."""
-        here = self.settings
-        lines = [f"allow: no setting {name!r}{nearest(name, list(here))}" for name in allow if name not in here]
-        return lines + [
-            f"{name}: saved with {saved.get(name)!r}, now {here.get(name)!r}"
-            for name in sorted({*saved, *here})
-            if saved.get(name) != here.get(name) and name not in allow
-        ]
+        return changed(self.settings, saved, allow)
 
     def _source(self) -> str:
         if self._mark is None:

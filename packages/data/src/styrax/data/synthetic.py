@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from styrax.core.config import NonNegative, Positive, check
-from styrax.core.errors import UserError, nearest
+from styrax.core.errors import UserError
+from styrax.data.settings import changed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -184,10 +185,4 @@ class SyntheticData:
 
     def differences(self, saved: Mapping[str, Any], step: int, allow: Sequence[str] = ()) -> list[str]:
         """Say what keeps these data from going on where others with the settings `saved` stopped."""
-        here = self.settings
-        lines = [f"allow: no setting {name!r}{nearest(name, list(here))}" for name in allow if name not in here]
-        return lines + [
-            f"{name}: saved with {saved.get(name)!r}, now {here.get(name)!r}"
-            for name in sorted({*saved, *here})
-            if saved.get(name) != here.get(name) and name not in allow
-        ]
+        return changed(self.settings, saved, allow)

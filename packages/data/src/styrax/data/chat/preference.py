@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from styrax.core.errors import UserError, nearest
+from styrax.core.errors import UserError
 from styrax.data.chat.build import SIDES
 from styrax.data.dataset import DTYPES
 from styrax.data.hashing import fingerprint, permutation
 from styrax.data.plan.segments import Batch, Segments, fill
+from styrax.data.settings import changed
 from styrax.data.store.tokens import TokenStore
 
 if TYPE_CHECKING:
@@ -176,13 +177,7 @@ class PreferenceData:
 
     def differences(self, saved: Mapping[str, Any], step: int, allow: Sequence[str] = ()) -> list[str]:
         """Say what keeps these data from going on where others with the settings `saved` stopped."""
-        here = self.settings
-        lines = [f"allow: no setting {name!r}{nearest(name, list(here))}" for name in allow if name not in here]
-        return lines + [
-            f"{name}: saved with {saved.get(name)!r}, now {here.get(name)!r}"
-            for name in sorted({*saved, *here})
-            if saved.get(name) != here.get(name) and name not in allow
-        ]
+        return changed(self.settings, saved, allow)
 
     def _pairs(self, step: int) -> Int64[np.ndarray, " rows"]:
         """Give the pair in each row of a step; -1 after the end."""
