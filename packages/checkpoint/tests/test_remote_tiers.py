@@ -309,8 +309,8 @@ def test_an_outage_can_be_only_logged(tmp_path, monkeypatch, caplog):
     store = tiered(tmp_path / "a", on_error="log", keep_last=2)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
-            store.save(step, items(step)).uploaded()
-        store.wait()
+            store.save(step, items(step))
+            store.uploaded()
     assert "step 3 is not uploaded: cannot write" in caplog.text
     # What the bucket would not keep is not waited for, however long the outage.
     assert store.uploads.waiting() == {2, 3}
@@ -322,6 +322,21 @@ def test_an_outage_can_be_only_logged(tmp_path, monkeypatch, caplog):
     with tiered(tmp_path / "a", keep_last=2) as store:
         store.uploaded()
         assert store.bucket.steps()[-2:] == [2, 3]
+
+
+def test_a_step_that_was_given_up_is_told_at_the_end_and_uploaded_by_the_next_store(tmp_path, monkeypatch):
+    fail(monkeypatch, "put_file", step="00000001")
+    store = tiered(tmp_path / "a", on_error="log")
+    for step in (1, 2, 3):
+        store.save(step, items(step))
+        store.uploaded()
+    assert list(store.uploads.skipped) == [1] and store.uploads.waiting() == set()
+    with pytest.raises(CheckpointError, match=r"not everything is in .*\n  step 1: cannot write"):
+        store.close()
+    monkeypatch.setattr(Faulty, "before", None)
+    with tiered(tmp_path / "a") as store:
+        store.uploaded()
+        assert store.bucket.steps() == [1, 2, 3]
 
 
 def test_close_has_a_limit(tmp_path, monkeypatch):

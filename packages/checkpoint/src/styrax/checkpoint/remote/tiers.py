@@ -310,12 +310,9 @@ class TieredStore:
 
     def _catch_up(self) -> int:
         """Upload what an earlier process saved and did not get to upload."""
-        there = set(self._in_bucket())
-        newest, every = max(there, default=-1), self._mirror.keep_every
+        there = self._in_bucket()
         if self.local is not None and self._uploads is not None:
-            for step in self.local.steps():
-                if step > newest or (step not in there and every is not None and step % every == 0):
-                    self._uploads.offer(step)
+            self._uploads.catch_up(self.local.steps(), there)
         return 0
 
     def _in_folder(self) -> list[int]:

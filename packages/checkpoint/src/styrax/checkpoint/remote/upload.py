@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from styrax.checkpoint.errors import CheckpointError, Damaged
@@ -50,6 +50,7 @@ class Uploader:
         self._failed: dict[int, CheckpointError] = {}  # waiting as well, until something else was tried
         self._tries: dict[int, int] = {}
         self._untold: list[CheckpointError] = []
+        self._given_up: dict[int, CheckpointError] = {}  # after the last try; a new store tries again
         self._there: dict[int, Kept] = {}
         self._current: int | None = None
         self._swept = False
@@ -69,8 +70,39 @@ class Uploader:
             self._waiting.pop(step, None)
             self._waiting[step] = None
             self._tries.pop(step, None)
+            self._given_up.pop(step, None)
             self.skipped.pop(step, None)
             self._go_on()
+
+    def catch_up(self, here: Iterable[int], there: Iterable[int]) -> None:
+        """Offer what the bucket lacks and would keep beside what it has.
+
+        Args:
+            here: The steps in the folder.
+            there: Those in the bucket.
+        """
+        there = set(there)
+        missing: dict[int, Kept] = {}
+        for step in here:
+            if step not in there:
+                try:
+                    kept = self._describe(step)
+                except CheckpointError:
+                    kept = Kept()  # its upload will say what is wrong
+                if kept is not None:
+                    missing[step] = kept
+        if not missing:
+            return
+        known = dict.fromkeys(there, Kept())
+        if self._mirror.keep_best is not None:
+            for step in there:
+                with contextlib.suppress(Damaged, FileNotFoundError):
+                    known[step] = _kept(self._bucket.manifest(step))
+        known.update(missing)
+        unwanted = self._expired(known, max(known))
+        for step in missing:
+            if step not in unwanted:
+                self.offer(step)
 
     def waiting(self) -> set[int]:
         """Give the steps that are still to be uploaded, the one under way included."""
@@ -128,7 +160,7 @@ class Uploader:
             self._go_on()
         done = self.wait(timeout=timeout)
         ending.forget(self)
-        left = self.lost()
+        left = self.lost() + self._missing()
         if left:
             limit = "" if done else f" after {timeout:g} s (close_timeout)"
             raise CheckpointError(
@@ -154,6 +186,16 @@ class Uploader:
             return [
                 f"step {step}: {self._failed.get(step) or 'its upload has not ended'}" for step in dict.fromkeys(names)
             ]
+
+    def _missing(self) -> list[str]:
+        """Say which steps were given up although the bucket would have kept them, and are still in the folder."""
+        with self._changed:
+            if not self._given_up:
+                return []
+            here = [step for step in self._given_up if (self._directory / step_name(step) / FILE).exists()]
+            known = {**self._there, **self._read(here)}
+            unwanted = self._expired(known, max(known)) if known else []
+            return [f"step {step}: {error}" for step, error in self._given_up.items() if step in here and step not in unwanted]
 
     def _go_on(self) -> None:
         """Start the thread if there is something to do; the lock is held."""
@@ -235,6 +277,15 @@ class Uploader:
         kept = _kept(read_manifest(self._directory / step_name(step)))
         return None if kept.temporary and not self._mirror.temporary else kept
 
+    def _read(self, steps: Iterable[int]) -> dict[int, Kept]:
+        found = {}
+        for step in steps:
+            try:
+                found[step] = _kept(read_manifest(self._directory / step_name(step)))
+            except CheckpointError:
+                found[step] = self._there.get(step, Kept())  # its upload will say what is wrong
+        return found
+
     def _expired(self, steps: dict[int, Kept], newest: int) -> list[int]:
         mirror = self._mirror
         return expired(
@@ -245,12 +296,7 @@ class Uploader:
         """Skip what the bucket would not keep anyway; the lock is held."""
         if len(self._waiting) < 2:
             return
-        known = dict(self._there)
-        for step in self._waiting:
-            try:
-                known[step] = _kept(read_manifest(self._directory / step_name(step)))
-            except CheckpointError:
-                known.setdefault(step, Kept())  # its upload will say what is wrong
+        known = {**self._there, **self._read(self._waiting)}
         newest = list(self._waiting)[-1]
         for step in self._expired(known, newest):
             if step in self._waiting:
@@ -263,6 +309,7 @@ class Uploader:
         if not (self._directory / step_name(step) / FILE).exists():
             self._skip(step, "it was deleted before it was uploaded")
         elif self._tries[step] >= _TRIES:
+            self._given_up[step] = error
             self._skip(step, f"it failed {_TRIES} times, at last: {error}")
         else:
             # Before the others, as it is older than what comes; tried again after the next one.
