@@ -29,8 +29,9 @@ class Job:
 
     def children(self):
         """Pids of the processes of the job, in order of their numbers; those that are there by now."""
-        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
-        return sorted(int(pid) for pid in listed.stdout.split())
+        command = ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)]
+        listed = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        return sorted(int(line.split()[0]) for line in listed if "keeper.py" not in line)
 
     def reach(self, step):
         """Wait until a step was logged."""
@@ -56,6 +57,12 @@ def losses(run):
 
 def alive(pids):
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def running(pids):
+    """Those that have not ended; nobody may be there to reap what has lost its parent."""
+    listed = [subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True) for pid in pids]
+    return [pid for pid, each in zip(pids, listed) if each.stdout.strip() and each.stdout.strip()[0] != "Z"]
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
@@ -89,6 +96,27 @@ def test_a_signal_on_any_process_saves_everywhere(styrax, number):
     assert job.end(PROMPT) == 130, job.said()
     assert f"[0] SIGTERM: saved at step {lines(job.run)[-1]['step']}" in job.said()
     assert alive(pids) == []
+    again = Job(styrax, config, job.run, 2, 1)
+    assert again.end() == 0, again.said()
+    assert_same_run(job.run, straight.run)
+
+
+def test_all_save_and_end_when_the_launcher_is_killed(styrax):
+    config = styrax.config(train__steps=300, checkpoint__every=1000, train__eval_every=0)
+    straight = Job(styrax, config, styrax.folder / "straight", 2, 1)
+    assert straight.end() == 0, straight.said()
+    job = Job(styrax, config, styrax.folder / "run", 2, 1)
+    job.reach(20)
+    pids = job.children()
+    assert len(pids) == 2
+    job.process.kill()
+    job.end()
+    deadline = time.monotonic() + PROMPT
+    while running(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running(pids) == []
+    saved = arrays(job.run)[0]
+    assert 20 <= int(saved["step"]) == lines(job.run)[-1]["step"] < 300  # nothing but the signal saves there
     again = Job(styrax, config, job.run, 2, 1)
     assert again.end() == 0, again.said()
     assert_same_run(job.run, straight.run)

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from styrax.core import UserError, registry
 from styrax.core.distributed import VARIABLES, reserved_port
+from styrax.train.keeper import Keeper
 
 GRACE = 10.0
 """Seconds that the others have to end by themselves when one has failed; they may have something to say too."""
@@ -101,6 +102,10 @@ def launch(words: Sequence[str], count: int, *, devices: int | None = None, pref
     Each has its own process group. SIGINT and SIGTERM to this process go to all of them. When one fails the others
     have a few seconds to end too, and are then killed, with whatever they have started.
 
+    When this process is gone, by SIGKILL too, each process group gets SIGTERM, as by a preemption: runs of styrax save
+    and end. Who is still there a minute later is killed. That holds for any program, on Linux and macOS, and for what
+    it has started, unless that has a session of its own; see :class:`styrax.train.keeper.Keeper`.
+
     Args:
         words: What follows ``--`` on the command line.
         count: How many processes.
@@ -112,11 +117,12 @@ def launch(words: Sequence[str], count: int, *, devices: int | None = None, pref
     """
     line = command_line(words)
     with reserved_port() as port, contextlib.ExitStack() as stack:
+        keeper = stack.enter_context(Keeper(SAVING))
         children: list[Child] = []
         stack.callback(lambda: [child.kill() for child in children])
         for number in range(count):
             made = environment(os.environ, port, number, count, devices)
-            children.append(Child(number, line, made, prefix=prefix and count > 1))
+            children.append(Child(number, line, made, keeper, prefix=prefix and count > 1))
         stack.enter_context(_forwarding(children))
         for child in children:
             child.follow()
@@ -163,6 +169,7 @@ class Child:
         number: Which.
         line: Program and arguments.
         variables: Its environment.
+        keeper: Is told of its process group.
         prefix: Write its number before each line that it writes.
 
     Attributes:
@@ -170,7 +177,9 @@ class Child:
         last: The last lines that it wrote to stderr.
     """
 
-    def __init__(self, number: int, line: Sequence[str], variables: Mapping[str, str], *, prefix: bool) -> None:
+    def __init__(
+        self, number: int, line: Sequence[str], variables: Mapping[str, str], keeper: Keeper, *, prefix: bool
+    ) -> None:
         self.number: int = number
         self.code: int | None = None
         self.last: collections.deque[str] = collections.deque(maxlen=KEPT)
@@ -179,6 +188,8 @@ class Child:
             list(line), env=dict(variables), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
+        self._keeper = keeper
+        keeper.watch(self._process.pid, [self._process.stdout.fileno(), self._process.stderr.fileno()])
         self._threads = [
             threading.Thread(target=self._copy, args=(self._process.stdout, sys.stdout, None), daemon=True),
             threading.Thread(target=self._copy, args=(self._process.stderr, sys.stderr, self.last), daemon=True),
@@ -193,6 +204,7 @@ class Child:
         """Look whether it still runs."""
         if self.code is None and (code := self._process.poll()) is not None:
             self.code = 128 - code if code < 0 else code
+            self._keeper.forget(self._process.pid)
         return self.code is None
 
     def send(self, number: int) -> None:

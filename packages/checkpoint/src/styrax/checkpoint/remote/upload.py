@@ -195,7 +195,11 @@ class Uploader:
             here = [step for step in self._given_up if (self._directory / step_name(step) / FILE).exists()]
             known = {**self._there, **self._read(here)}
             unwanted = self._expired(known, max(known)) if known else []
-            return [f"step {step}: {error}" for step, error in self._given_up.items() if step in here and step not in unwanted]
+            return [
+                f"step {step}: {error}"
+                for step, error in self._given_up.items()
+                if step in here and step not in unwanted
+            ]
 
     def _go_on(self) -> None:
         """Start the thread if there is something to do; the lock is held."""
