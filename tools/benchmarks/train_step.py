@@ -1,26 +1,30 @@
 """A whole training step: ours, written by hand in plain JAX, and a nanoGPT-style loop in torch, eager and compiled.
 
 python tools/benchmarks/train_step.py [--size recipe|10m|50m] [--dtype f32|bf16] [--rounds 10] [--learn 300] [--quick]
+    [--torch-python PYTHON]
 
 All have the same decoder (RMSNorm, rotary positions, SwiGLU, tied head), the same first parameters, batches and AdamW
-(clipping, decay of matrices, warm-up and cosine), and run in turn in one process on all cores. The text is the source
-of Python's standard library, one token per byte. `recipe` has the sizes of nanoGPT's recipe for a CPU. bf16 computes in
-bfloat16 with float32 parameters: torch by autocast, as nanoGPT does. Printed are medians of tokens per second, medians
-of the ratios within a round, and after `--learn` steps the loss on text that was held out.
+(clipping, decay of matrices, warm-up and cosine), and run in turn on all cores, torch in a process of its own. The text
+is the source of Python's standard library, one token per byte. `recipe` has the sizes of nanoGPT's recipe for a CPU.
+bf16 computes in bfloat16 with float32 parameters: torch by autocast, as nanoGPT does. Printed are medians of tokens per
+second, medians of the ratios within a round, and after `--learn` steps the loss on text that was held out.
 
-torch is not part of the workspace; put it on PYTHONPATH, else it is n/a.
+torch is not part of the workspace: put it on PYTHONPATH or name an interpreter that has it, else it is n/a.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
+import pickle
 import platform
 import statistics
+import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,7 +49,10 @@ SIZES = {  # layers, width, heads, MLP, tokens in a row, rows, vocabulary
     "quick": (2, 32, 2, 64, 16, 2, 256),
 }
 PEAK, WARMUP, DECAY, B2 = 1e-3, 20, 0.1, 0.99
-Turn = Callable[[dict[str, np.ndarray]], float]
+PAUSE = 0.2
+"""Seconds between turns: threads of the one before may still wait in a spin."""
+Turn = Callable[[dict[str, np.ndarray]], tuple[float, float]]
+"""From a batch, one step's loss and its seconds."""
 
 
 def text() -> np.ndarray:
@@ -104,110 +111,74 @@ class ByHand:
         return float(loss)
 
 
-def torch_loop(ours: Ours, config: DecoderConfig, dtype: str, steps: int, *, compiled: bool) -> Any:
-    """The same model and loop in torch."""
-    import torch  # pyright: ignore[reportMissingImports]
-    from torch import nn  # pyright: ignore[reportMissingImports]
-    from torch.nn import functional  # pyright: ignore[reportMissingImports]
+class InTorch:
+    """The same model and loop in torch, in a process that takes turns with ours; see `torch_step.py`."""
 
-    torch.set_num_threads(os.cpu_count() or 1)
-    heads, width, eps = config.num_heads, config.head_width, config.arch.norm.eps
-    flat = {path: torch.tensor(np.asarray(leaf)) for path, leaf in tree.flatten(ours.first).items()}
+    def __init__(self, python: str) -> None:
+        command = [python, str(Path(__file__).with_name("torch_step.py"))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def rotated(x: Any, cos: Any, sin: Any) -> Any:
-        low, high = x.chunk(2, -1)
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+    def ask(self, **asked: Any) -> Any:
+        """Send a request and wait for its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        pickle.dump(asked, self.process.stdin)
+        self.process.stdin.flush()
+        return pickle.load(self.process.stdout)
 
-    class Block(nn.Module):
-        def __init__(self, layer: int) -> None:
-            super().__init__()
-            for name in "qkvo":
-                setattr(self, name, nn.Parameter(flat[f"layers/attn/{name}/kernel"][layer].T.contiguous()))
-            for name in ("gate", "up", "down"):
-                setattr(self, name, nn.Parameter(flat[f"layers/mlp/{name}/kernel"][layer].T.contiguous()))
-            for name in ("attn_norm", "mlp_norm"):
-                setattr(self, name, nn.Parameter(flat[f"layers/{name}/scale"][layer].clone()))
+    def begin(self, ours: Ours, config: DecoderConfig, dtype: str, steps: int) -> dict[str, Turn]:
+        """Give it the model; what to call for a step, by name."""
+        sizes = {
+            "heads": config.num_heads,
+            "width": config.head_width,
+            "layers": config.num_layers,
+            "theta": config.rope.theta,
+            "eps": config.arch.norm.eps,
+        }
+        params = {path: np.asarray(leaf) for path, leaf in tree.flatten(ours.first).items()}
+        hyper = plain_jax.Hyper(PEAK, WARMUP, steps, b2=B2, decay=DECAY)._asdict()
+        labels = ("torch eager", "torch compiled")
+        self.ask(params=params, sizes=sizes, dtype=dtype, hyper=hyper, labels=labels)
+        return {label: partial(self._step, label) for label in labels}
 
-        def forward(self, x: Any, cos: Any, sin: Any) -> Any:
-            rows, length, dim = x.shape
-            h = functional.rms_norm(x, (dim,), self.attn_norm, eps)
-            q, k, v = (
-                functional.linear(h, kernel).view(rows, length, heads, width).transpose(1, 2)
-                for kernel in (self.q, self.k, self.v)
-            )
-            q, k = rotated(q, cos, sin).to(v.dtype), rotated(k, cos, sin).to(v.dtype)
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + functional.linear(y.transpose(1, 2).reshape(rows, length, dim), self.o)
-            h = functional.rms_norm(x, (dim,), self.mlp_norm, eps)
-            a = functional.silu(functional.linear(h, self.gate)) * functional.linear(h, self.up)
-            return x + functional.linear(a, self.down)
+    def _step(self, label: str, batch: dict[str, np.ndarray]) -> tuple[float, float]:
+        return self.ask(label=label, batch=batch)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Parameter(flat["embed/embedding"].clone())
-            self.blocks = nn.ModuleList(Block(layer) for layer in range(config.num_layers))
-            self.norm = nn.Parameter(flat["final_norm/scale"].clone())
-
-        def forward(self, tokens: Any, targets: Any) -> Any:
-            place = torch.arange(tokens.shape[1])
-            angle = place[:, None] * config.rope.theta ** (-torch.arange(width // 2) * 2 / width)
-            x, cos, sin = functional.embedding(tokens, self.embed), angle.cos(), angle.sin()
-            for block in self.blocks:
-                x = block(x, cos, sin)
-            logits = functional.linear(functional.rms_norm(x, (x.shape[-1],), self.norm, eps), self.embed)
-            return functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1))
-
-    class Loop:
-        def __init__(self) -> None:
-            self.model = Model()
-            run = torch.compile(self.model) if compiled else self.model
-            matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and name != "embed"]
-            others = [p for name, p in self.model.named_parameters() if p.ndim < 2 or name == "embed"]
-            groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-            self.adam = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, B2), eps=1e-8, fused=True)
-            self.hyper, self.count = plain_jax.Hyper(PEAK, WARMUP, steps), 0
-            self.run = run
-
-        def _loss(self, batch: dict[str, np.ndarray]) -> Any:
-            tokens, targets = (torch.as_tensor(batch[name]).long() for name in ("tokens", "targets"))
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-                return self.run(tokens, targets)
-
-        def __call__(self, batch: dict[str, np.ndarray]) -> float:
-            rise = (self.count + 1) / WARMUP
-            part = min(max((self.count - WARMUP) / max(steps - WARMUP, 1), 0), 1)
-            fall = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * part))
-            for group in self.adam.param_groups:
-                group["lr"] = PEAK * (rise if self.count < WARMUP else fall)
-            loss = self._loss(batch)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.adam.step()
-            self.adam.zero_grad(set_to_none=True)
-            self.count += 1
-            return loss.item()
-
-        def held_out(self, batches: list[dict[str, np.ndarray]]) -> float:
-            with torch.no_grad():
-                return statistics.fmean(self._loss(batch).item() for batch in batches)
-
-    return Loop()
+    def held_out(self, label: str, batches: list[dict[str, np.ndarray]]) -> float:
+        """Mean loss."""
+        return self.ask(label=label, held_out=batches)
 
 
-def compare(name: str, dtype: str, rounds: int, learn: int, ids: np.ndarray) -> None:
+def timed(work: Callable[[dict[str, np.ndarray]], float]) -> Turn:
+    """A step of this process."""
+
+    def turn(batch: dict[str, np.ndarray]) -> tuple[float, float]:
+        begin = time.perf_counter()
+        loss = work(batch)
+        return loss, time.perf_counter() - begin
+
+    return turn
+
+
+def torch_version(python: str) -> str | None:
+    """What an interpreter has of torch."""
+    code = "from importlib.metadata import version; import torch; print(version('torch'))"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def compare(name: str, dtype: str, rounds: int, learn: int, ids: np.ndarray, torch: InTorch | None) -> None:
     """One size and dtype."""
     layers, width, heads, mlp, length, rows, vocab = SIZES[name]
     config = DecoderConfig(num_layers=layers, embed_dim=width, num_heads=heads, mlp_dim=mlp, remat="none")
     steps = max(learn, rounds + 2)
     ours = Ours(config, vocab, dtype, steps)
-    works: dict[str, Any] = {"ours": ours}
+    works: dict[str, Turn] = {"ours": timed(ours)}
     if dtype == "f32":
         for label, remat in (("by hand", False), ("by hand, recomputed", True)):
-            works[label] = ByHand(ours, config, vocab, steps, remat=remat)
-    if importlib.util.find_spec("torch"):
-        works["torch eager"] = torch_loop(ours, config, dtype, steps, compiled=False)
-        works["torch compiled"] = torch_loop(ours, config, dtype, steps, compiled=True)
+            works[label] = timed(ByHand(ours, config, vocab, steps, remat=remat))
+    if torch is not None:
+        works |= torch.begin(ours, config, dtype, steps)
     count = sum(leaf.size for leaf in jax.tree.leaves(ours.first))
     print(f"\n{name}, {dtype}: {count / 1e6:.1f} million parameters, {rows} x {length} tokens")
     split, rng = len(ids) * 9 // 10, np.random.default_rng(0)
@@ -216,9 +187,9 @@ def compare(name: str, dtype: str, rounds: int, learn: int, ids: np.ndarray) -> 
     for number in range(rounds + 2):  # the first two compile and warm up
         batch = batch_of(ids[:split], rows, length, rng)
         for label, work in works.items():
-            begin = time.perf_counter()
-            losses[label] = work(batch)
-            took[label].append(time.perf_counter() - begin)
+            time.sleep(PAUSE)
+            losses[label], seconds = work(batch)
+            took[label].append(seconds)
         if number == 0:
             spread = max(losses.values()) - min(losses.values())
             print(f"  loss of the first step {losses['ours']:.4f}; largest difference {spread:.1e}")
@@ -233,12 +204,14 @@ def compare(name: str, dtype: str, rounds: int, learn: int, ids: np.ndarray) -> 
     if learn:
         held_rng = np.random.default_rng(1)
         held = [batch_of(ids[split:], rows, length, held_rng) for _ in range(20)]
-        learners = {label: work for label, work in works.items() if label in ("ours", "torch eager")}
         for _ in range(steps - rounds - 2):
             batch = batch_of(ids[:split], rows, length, rng)
-            for work in learners.values():
-                work(batch)
-        found = ", ".join(f"{label} {work.held_out(held):.4f}" for label, work in learners.items())
+            for label in ("ours", "torch eager"):
+                if label in works:
+                    works[label](batch)
+        found = f"ours {ours.held_out(held):.4f}"
+        if torch is not None:
+            found += f", torch eager {torch.held_out('torch eager', held):.4f}"
         print(f"  held-out loss after {steps} steps: {found} nats per byte")
 
 
@@ -250,19 +223,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--learn", type=int, default=0, help="steps before the loss on held-out text is compared")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all of this runs")
+    parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch; default: this")
     args = parser.parse_args()
     keep_freed_memory()
-    names = [
-        name
-        for name in ("jax", "flax", "optax", "torch", "styrax-train")
-        if importlib.util.find_spec("torch") or name != "torch"
-    ]
-    print(f"python {platform.python_version()}, { {name: version(name) for name in names} }, {os.cpu_count()} cores")
+    found = torch_version(args.torch_python)
+    versions = {name: version(name) for name in ("jax", "flax", "optax", "styrax-train")} | {"torch": found or "n/a"}
+    print(f"python {platform.python_version()}, {versions}, {os.cpu_count()} cores")
+    torch = InTorch(args.torch_python) if found else None
     print(f"load {os.getloadavg()[0]:.1f}")
     ids = text()
     for name in ["quick"] if args.quick else args.size or ["recipe", "10m", "50m"]:
         for dtype in args.dtype or ["f32", "bf16"]:
-            compare(name, dtype, 2 if args.quick else args.rounds, 5 if args.quick else args.learn, ids)
+            compare(name, dtype, 2 if args.quick else args.rounds, 5 if args.quick else args.learn, ids, torch)
 
 
 if __name__ == "__main__":
