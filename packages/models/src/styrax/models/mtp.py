@@ -27,7 +27,8 @@ class MTP(nnx.Module):
     $e$ are embeddings of tokens and $h^0$ is what the decoder gives to its head. $\mathrm{head}(\mathrm{norm}(h^k_i))$
     predicts token $i + k + 1$, with the head of the model. The block is made like the last one of the model.
 
-    Source: DeepSeek-AI, "DeepSeek-V3" (2024), equations 21 to 25; the order of the two halves is that of its weights.
+    Source: DeepSeek-AI, "DeepSeek-V3" (2024), equations 21 to 25; the order of the two halves is that of its weights,
+    and of those of Qwen3-Next.
 
     Attributes:
         token_norm: Of the embeddings.

@@ -28,7 +28,8 @@ class PretrainedConfig:
 
     Attributes:
         kind: Selects this model.
-        folder: `config.json` and safetensors.
+        folder: `config.json` and safetensors. `model.from = "FOLDER"` says both this and the kind.
+        mtp: Have the modules of the folder for multi-token prediction too, and train them.
         freeze: Patterns of the parameters that are not trained, such as `embed/**`.
         dropout: As for a decoder.
         remat: As for a decoder.
@@ -44,7 +45,8 @@ class PretrainedConfig:
     """
 
     kind: Literal["pretrained"] = "pretrained"
-    folder: str = ""
+    folder: str = field(default="", metadata={"spelling": "from"})
+    mtp: bool = False
     freeze: tuple[str, ...] = ()
     dropout: Fraction = 0.0
     remat: Literal["none", "block", "dots", "auto"] = "auto"
@@ -59,10 +61,10 @@ class PretrainedConfig:
         """The decoder of the folder.
 
         Raises:
-            UserError: There is no folder, or no config.json that is known.
+            UserError: There is no folder, or no config.json that is known, or none with what `mtp` asks for.
         """
         changes = {name: getattr(self, name) for name in ("dropout", "remat", "scan", "runtime")}
-        return replace(_read(self.folder)[0], **changes)
+        return replace(_read(self.folder, self.mtp)[0], **changes)
 
     def build(self, *, vocab_size: int, rngs: nnx.Rngs, policy: Policy | None = None) -> Decoder:
         """Make the model with fresh parameters; those of the folder come from `load`.
@@ -103,7 +105,8 @@ class PretrainedConfig:
         policy = policy or Policy()
         changes = {name: getattr(self, name) for name in ("dropout", "remat", "scan", "runtime")}
         dtypes = {"dtype": policy.param_dtype.name, "compute": policy.compute_dtype.name}
-        made = from_pretrained(self.folder, mesh=mesh, rules=rules or DEFAULT_RULES, **dtypes, **changes)
+        given: dict[str, Any] = {"rules": rules or DEFAULT_RULES, "mtp": self.mtp, **dtypes, **changes}
+        made = from_pretrained(self.folder, mesh=mesh, **given)
         return freeze(made, *self.freeze) if self.freeze else made
 
     def logical_axes(self) -> LogicalAxes:
@@ -122,11 +125,14 @@ class PretrainedConfig:
 
 
 @functools.lru_cache(maxsize=8)
-def _read(folder: str) -> tuple[DecoderConfig, int]:
+def _read(folder: str, mtp: bool = False) -> tuple[DecoderConfig, int]:
     from styrax.models.hf.load import read_json
+    from styrax.models.hf.mtp import asked
     from styrax.models.registry import family_of, read_table
 
     if not folder:
-        raise UserError("model.folder: expected the folder of a model, with config.json and safetensors, got none")
+        raise UserError("model.from: expected the folder of a model, with config.json and safetensors, got none")
     table = read_json(Path(folder) / "config.json")
-    return read_table(table), family_of(table)[1]["vocab_size"]
+    family, inner = family_of(table)
+    config = read_table(table)
+    return asked(config, family, inner) if mtp else config, inner["vocab_size"]

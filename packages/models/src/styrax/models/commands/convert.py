@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of the tensors, such as bf16 (default: each its own)")
     parser.add_argument("--family", help="write it as this family (default: that of the source)")
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of one file at most (default: 5GB)")
+    parser.add_argument(
+        "--drop-mtp", action="store_true", help="leave out the modules for multi-token prediction (default: keep them)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a model's folder that is there")
 
 
@@ -28,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
     """Convert it."""
     from styrax.core import Policy
     from styrax.models.hf.load import from_pretrained, read_json
+    from styrax.models.hf.plan import further
     from styrax.models.hf.save import save_pretrained
+    from styrax.models.hf.tensors import open_tensors
     from styrax.models.registry import family_of
 
     shard_bytes = read_size(args.shard_size)
@@ -40,9 +45,12 @@ def run(args: argparse.Namespace) -> int:
         model = from_gguf(source, dtype=dtype)
     else:
         table = read_json(source / "config.json")
-        family = family or family_of(table)[0].model_type
+        own, inner = family_of(table)
+        family = family or own.model_type
+        with open_tensors(source) as tensors:
+            mtp = not args.drop_mtp and own.mtp is not None and bool(further(own.read(inner), tensors))
         extra = {name: value for name, value in table.items() if name not in _OURS}
-        model = from_pretrained(source, dtype=dtype)
+        model = from_pretrained(source, dtype=dtype, mtp=mtp)
     save_pretrained(
         model,
         args.target,

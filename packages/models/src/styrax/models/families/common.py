@@ -9,7 +9,7 @@ from typing import Any
 from styrax.core import UserError
 from styrax.models.arch import MLP
 from styrax.models.config import DecoderConfig
-from styrax.models.hf.names import Names, decoder_rules
+from styrax.models.hf.names import MTPNames, Names, decoder_rules, mtp_copies
 from styrax.models.hf.rope import both_spellings, read_rope
 from styrax.models.hf.rules import Rule
 
@@ -58,6 +58,19 @@ class Family:
         """
         return decoder_rules(config, self.names) if isinstance(self.names, Names) else self.names(config)
 
+    @property
+    def mtp(self) -> MTPNames | None:
+        """The words for multi-token prediction; `None` if the files have no place for it."""
+        return self.names.mtp if isinstance(self.names, Names) else None
+
+    def copies(self, config: DecoderConfig) -> tuple[Rule, ...]:
+        """List tensors that say again what others say; they are written, and need not be there to be read.
+
+        Args:
+            config: Of the model.
+        """
+        return mtp_copies(config, self.names) if isinstance(self.names, Names) else ()
+
     def to_hf(self, config: DecoderConfig, *, vocab_size: int) -> dict[str, Any]:
         """Write config.json.
 
@@ -66,7 +79,8 @@ class Family:
             vocab_size: Rows of the embedding.
         """
         table = {"architectures": [self.architecture], "model_type": self.model_type, "vocab_size": vocab_size}
-        return {**table, **self.write(config)}
+        modules = {} if self.mtp is None else {self.mtp.count: config.arch.head.mtp}
+        return {**table, **self.write(config), **modules}
 
 
 def need(table: Table, *names: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from styrax.core import UserError
@@ -9,7 +10,7 @@ from styrax.models.arch import Arch, Latent
 from styrax.models.config import DecoderConfig
 from styrax.models.families.common import Family, Table, act, base, cycle, mlp, need, written
 from styrax.models.families.llama import norm
-from styrax.models.hf.names import Names
+from styrax.models.hf.names import MTPNames, Names
 from styrax.models.moe_config import Groups, MoE, Routing, Shared
 
 
@@ -99,5 +100,17 @@ def _write2(config: DecoderConfig) -> dict[str, Any]:
 
 
 _NAMES = Names(interleaved=True, shared="shared_experts")
+#: Source: https://github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md ("Multi-Token Prediction (MTP) Modules").
+_MTP = MTPNames(
+    module="model.layers.{layer}.",
+    block="",
+    token_norm="enorm",
+    hidden_norm="hnorm",
+    proj="eh_proj",
+    norm="shared_head.norm",
+    mixer="latent",
+    embed="embed_tokens",
+    head="shared_head.head",
+)
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _v2, _write2, _NAMES)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _v3, _write, _NAMES)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _v3, _write, replace(_NAMES, mtp=_MTP))

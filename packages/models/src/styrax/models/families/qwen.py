@@ -8,7 +8,7 @@ from styrax.models.arch import Arch, Attn, Delta
 from styrax.models.config import DecoderConfig
 from styrax.models.families.common import Family, Table, act, base, cycle, layer_types, layers, mlp, written
 from styrax.models.families.llama import norm
-from styrax.models.hf.names import Names
+from styrax.models.hf.names import MTPNames, Names
 from styrax.models.hf.rope import both_spellings, read_rope
 from styrax.models.moe_config import MoE, Routing, Shared
 
@@ -141,8 +141,19 @@ def _write_next(config: DecoderConfig) -> dict[str, Any]:
     return {**_write(config), **both_spellings(config.rope), **extra}
 
 
+#: One module. The layers that vLLM lets it have would share all but the block.
+_MTP = MTPNames(
+    module="mtp.",
+    block="layers.0.",
+    token_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    proj="fc",
+    norm="norm",
+    mixer="attn",
+    most=1,
+)
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _qwen2, _write, Names())
 QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe, _write_qwen2_moe, Names())
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3, _write, Names())
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, _write_qwen3_moe, Names())
-QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, _write_next, Names())
+QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, _write_next, Names(mtp=_MTP))

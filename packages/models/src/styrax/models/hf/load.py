@@ -14,7 +14,8 @@ from flax import nnx
 
 from styrax.core import DEFAULT_RULES, Policy, UserError, tree
 from styrax.core.mesh import shardings
-from styrax.models.hf.plan import Source, fit
+from styrax.models.hf.mtp import asked, check_copies, check_there
+from styrax.models.hf.plan import Source, fit, stacked
 from styrax.models.hf.tensors import Tensors, open_tensors
 from styrax.models.registry import ENCODERS, TOWERS, family_of, read_table
 
@@ -36,6 +37,7 @@ def from_pretrained(
     rules: Mapping[str, Any] = DEFAULT_RULES,
     dtype: str | None = None,
     compute: str | None = None,
+    mtp: bool = False,
     **changes: Any,
 ) -> Decoder:
     """Load a model from a Hugging Face folder: `config.json` and safetensors.
@@ -49,6 +51,8 @@ def from_pretrained(
         rules: Logical axis -> mesh axes, for the mesh.
         dtype: Of the parameters, such as "bf16"; `None` keeps each tensor's own.
         compute: Of the computation; `None` means that of the parameters, or of most of them.
+        mtp: Load the modules for multi-token prediction too, which the config then has as `arch.head.mtp`; of
+            DeepSeek-V3 and Qwen3-Next. Without it, their tensors are passed over.
         changes: Fields of the `DecoderConfig` to change, such as `remat` or `dropout`.
 
     Returns:
@@ -56,7 +60,7 @@ def from_pretrained(
 
     Raises:
         UserError: The folder has no config.json that is known, or the tensors do not fit it, in name, shape or
-            number; all are listed.
+            number; all are listed. Or `mtp` is asked for and not there.
     """
     folder = Path(folder)
     table = read_json(folder / "config.json")
@@ -69,14 +73,18 @@ def from_pretrained(
         except (TypeError, ValueError) as error:
             raise UserError(f"from_pretrained: {error}") from error
     family, inner = family_of(table)
+    config = asked(config, family, inner) if mtp else config
     with open_tensors(folder) as tensors:
+        check_there(config, family, tensors)
         own = common_dtype(tensors)
         param = Policy(param=dtype).param if dtype is not None else own
         policy = Policy(param=param, compute=compute or param)
         vocab_size = inner["vocab_size"]
         empty = nnx.eval_shape(lambda: config.build(vocab_size=vocab_size, rngs=nnx.Rngs(0), policy=policy))
         wanted = tree.flatten(empty)
-        sources = fit(family.rules(config), config, wanted, tensors, where=str(folder))
+        copies = family.copies(config)
+        sources = fit(family.rules(config), config, wanted, tensors, where=str(folder), copies=copies)
+        check_copies(copies, sources, tensors)
         if config.tied:
             _check_tied(tensors, sources["embed/embedding"][0])
         places: Mapping[str, Any] = {}
@@ -85,9 +93,7 @@ def from_pretrained(
         made = {}
         for path, leaf in wanted.items():
             kept = leaf.dtype if dtype is not None else kept_dtype(tensors, sources[path])
-            made[path] = place(
-                tensors, sources[path], leaf.shape, kept, places.get(path), stacked=path.startswith("layers/")
-            )
+            made[path] = place(tensors, sources[path], leaf.shape, kept, places.get(path), stacked=stacked(path))
     return tree.unflatten(empty, made)
 
 

@@ -12,7 +12,7 @@ from styrax.core import DEFAULT_RULES, Policy, UserError, tree
 from styrax.core.errors import nearest
 from styrax.core.mesh import shardings
 from styrax.models.hf.load import common_dtype, kept_dtype, place, read_json
-from styrax.models.hf.plan import fit
+from styrax.models.hf.plan import fit, stacked
 from styrax.models.hf.sentence import read_pool
 from styrax.models.hf.tensors import Tensor, Tensors, open_tensors
 from styrax.models.registry import ENCODERS, TOWERS
@@ -144,8 +144,7 @@ class _Loader:
         made = {}
         for path, leaf in wanted.items():
             kept = kept_dtype(found, sources[path]) if self.keep else leaf.dtype
-            stacked = path.startswith("layers/")
-            made[path] = place(found, sources[path], leaf.shape, kept, places.get(path), stacked=stacked)
+            made[path] = place(found, sources[path], leaf.shape, kept, places.get(path), stacked=stacked(path))
         return made
 
 

@@ -14,7 +14,7 @@ from styrax.core.mesh import shardings
 from styrax.models.hf.gguf import open_gguf
 from styrax.models.hf.gguf_config import read_metadata, read_names
 from styrax.models.hf.load import place
-from styrax.models.hf.plan import fit
+from styrax.models.hf.plan import fit, stacked
 from styrax.models.hf.quants import dequantize
 from styrax.models.registry import family_of, read_table
 
@@ -81,8 +81,7 @@ def from_gguf(
             places = tree.flatten(shardings(empty, config.logical_axes(), rules, mesh))
         made = {}
         for name, leaf in wanted.items():
-            stacked = name.startswith("layers/")
-            made[name] = place(tensors, sources[name], leaf.shape, leaf.dtype, places.get(name), stacked=stacked)  # pyright: ignore[reportArgumentType]
+            made[name] = place(tensors, sources[name], leaf.shape, leaf.dtype, places.get(name), stacked=stacked(name))  # pyright: ignore[reportArgumentType]
     return tree.unflatten(empty, made)
 
 

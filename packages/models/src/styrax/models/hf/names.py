@@ -32,6 +32,33 @@ BESIDE = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class MTPNames:
+    """The words of a family for modules that predict tokens beyond the next one (multi-token prediction).
+
+    Attributes:
+        module: Before the tensors of a module; `{layer}` in it goes on counting where the model's layers end.
+        block: Before those of its block, within the module.
+        token_norm: The norm of the embedding; `hidden_norm`, `proj` and `norm` alike.
+        mixer: Of the block, in our words; the block has experts if the model has any.
+        most: Modules that there may be; none means any number.
+        embed: A copy of the model's embedding, within the module; empty if there is none. `head` alike.
+        count: What config.json calls the number of modules.
+    """
+
+    module: str
+    block: str
+    token_norm: str
+    hidden_norm: str
+    proj: str
+    norm: str
+    mixer: str
+    most: int | None = None
+    embed: str = ""
+    head: str = ""
+    count: str = "num_nextn_predict_layers"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Names:
     """The words of a family.
 
@@ -54,6 +81,7 @@ class Names:
         interleaved: Neighbours are rotated, not halves of a head.
         fused_experts: All experts are one tensor, in which the columns of gate and up are "halves" or "neighbours",
             or their "rows" are, halves too; empty if each expert has its own.
+        mtp: Of multi-token prediction; none if the family's files have no place for it.
     """
 
     prefix: str = "model."
@@ -82,10 +110,13 @@ class Names:
     gate_up: str = ""
     interleaved: bool = False
     fused_experts: str = ""
+    mtp: MTPNames | None = None
 
 
 def decoder_rules(config: DecoderConfig, names: Names) -> tuple[Rule, ...]:
     """List the rules for a whole model, with paths as if every layer were apart: `layers/{number}/...`.
+
+    So are the modules that predict further tokens: `mtp/{number}/...`.
 
     Args:
         config: Of the model.
@@ -106,7 +137,36 @@ def decoder_rules(config: DecoderConfig, names: Names) -> tuple[Rule, ...]:
         rules += linear(names.head, "head")
     if config.arch.head.bias:
         rules.append(same(f"{names.head}.bias", "head_bias"))
+    if names.mtp is not None:
+        rules += _mtp(config, names, names.mtp)
     return tuple(rules)
+
+
+def mtp_copies(config: DecoderConfig, names: Names) -> tuple[Rule, ...]:
+    """List the tensors in which each module of multi-token prediction repeats the model's embedding and head.
+
+    Args:
+        config: Of the model.
+        names: Of the family.
+    """
+    if names.mtp is None:
+        return ()
+    embed, head = same(".weight", "embed/embedding"), Rule(".weight", ("head/kernel",), turn=True)
+    shared = ((names.mtp.embed, embed), (names.mtp.head, embed if config.tied else head))
+    modules = [names.mtp.module.format(layer=config.num_layers + number) for number in range(config.arch.head.mtp)]
+    return tuple(rule.within(module + theirs, "") for module in modules for theirs, rule in shared if theirs)
+
+
+def _mtp(config: DecoderConfig, names: Names, words: MTPNames) -> list[Rule]:
+    parts = [*linear(words.proj, "proj")]
+    for theirs, ours in ((words.token_norm, "token_norm"), (words.hidden_norm, "hidden_norm"), (words.norm, "norm")):
+        parts += _norm(config, theirs, ours)
+    parts += [rule.within(words.block, "block/") for rule in _block(config, names, config.kinds[-1])]
+    return [
+        rule.within(words.module.format(layer=config.num_layers + number), f"mtp/{number}/")
+        for number in range(config.arch.head.mtp)
+        for rule in parts
+    ]
 
 
 def _norm(config: DecoderConfig, theirs: str, ours: str) -> list[Rule]:

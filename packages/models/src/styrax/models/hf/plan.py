@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ OTHER_PARTS = (
     *("vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "visual.", "embed_vision."),
     "embed_audio.",
 )
+#: By what a module is known that predicts further tokens: its product of embedding and activations.
+MTP = re.compile(r"((?:.*\.)?layers\.(?P<layer>\d+)\.)eh_proj\.weight|((?:.*\.)?mtp\.)fc\.weight")
 #: What layers that use the keys and values of others may have all the same, and never look at.
 UNUSED = ("*layers.{layer}.self_attn.[kv]_proj.*", "*layers.{layer}.self_attn.[kv]_norm.*")
 
@@ -67,11 +70,43 @@ def placed(path: str, layers: Mapping[str, tuple[str, int | None]]) -> tuple[str
         path: From a rule.
         layers: From `layer_paths`.
     """
+    if path.startswith("mtp/"):
+        _, number, rest = path.split("/", 2)
+        return f"mtp/{rest}", int(number)
     if not path.startswith("layers/"):
         return path, None
     number, _, rest = path.removeprefix("layers/").partition("/")
     prefix, index = layers[f"layers/{number}/"]
     return prefix + rest, index
+
+
+def stacked(path: str) -> bool:
+    """Tell whether the first axis of a parameter is layers, or modules that are like layers.
+
+    Args:
+        path: Of the parameter.
+    """
+    return path.startswith(("layers/", "mtp/"))
+
+
+def further(config: DecoderConfig, tensors: Iterable[str]) -> list[str]:
+    """List the tensors of modules that predict tokens beyond the next one.
+
+    Args:
+        config: Of the model.
+        tensors: Names.
+
+    Example:
+        >>> from styrax.models import DecoderConfig
+        >>> names = ["model.layers.1.eh_proj.weight", "model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"]
+        >>> further(DecoderConfig(num_layers=2), names)
+        ['model.layers.2.eh_proj.weight', 'model.layers.2.enorm.weight']
+    """
+    names, found = list(tensors), []
+    for match in filter(None, map(MTP.fullmatch, names)):
+        if match["layer"] is None or int(match["layer"]) >= config.num_layers:
+            found.append(match[1] or match[3])
+    return [name for name in names if name.startswith(tuple(found))]
 
 
 def fit(
@@ -81,8 +116,11 @@ def fit(
     tensors: Mapping[str, Any],
     *,
     where: str,
+    copies: Sequence[Rule] = (),
 ) -> dict[str, list[Source]]:
     """Find the sources of every parameter.
+
+    What the files have for multi-token prediction is passed over, if the model has no such parameters.
 
     Args:
         rules: Of the family.
@@ -90,6 +128,7 @@ def fit(
         parameters: Path -> what has a shape.
         tensors: Name -> what has a shape.
         where: Of the tensors, for the error text.
+        copies: Of tensors that say again what others say, and need not be there.
 
     Returns:
         Path -> its sources, one for each layer of its stack, or one.
@@ -99,19 +138,22 @@ def fit(
     """
     layers = layer_paths(config)
     names = [name for rule in rules for name in rule.names()]
-    rename = _renamed(names, tensors)
-    known = {rename.get(name, name) for name in names}
+    again = [name for rule in copies for name in rule.names()]
+    rename = _renamed([*names, *again], tensors)
+    known = {rename.get(name, name) for name in (*names, *again)}
+    if not any(path.startswith("mtp/") for path in parameters):
+        known.update(further(config, tensors))
     problems, sources = [], {path: {} for path in parameters}
     extra = sorted(name for name in tensors if name not in known and not _ignored(name, config, rename, rules))
     missing = [name for name in names if rename.get(name, name) not in tensors]
     problems += [f"missing: {name}{nearest(name, extra)}" for name in missing]
     problems += [f"not in the model: {name} {list(tensors[name].shape)}" for name in extra]
-    for rule in rules:
+    for rule in (*rules, *copies):
         spots = [placed(path, layers) for path in rule.ours]
         if lost := [path for path, _ in spots if path not in parameters]:
             problems.append(f"no such parameter: {', '.join(lost)} (of {rule.theirs})")
             continue
-        for part, (path, index) in enumerate(spots):
+        for part, (path, index) in enumerate(() if rule in copies else spots):
             sources[path][index or 0] = Source(rule, part, rename)
         shapes = [tuple(parameters[path].shape)[0 if index is None else 1 :] for path, index in spots]
         for name in rule.names():
@@ -119,8 +161,7 @@ def fit(
             if found is not None and tuple(found.shape) != rule.shape(shapes):
                 problems.append(f"{name}: expected shape {list(rule.shape(shapes))}, got {list(found.shape)}")
     for path, parts in sources.items():
-        stacked = path.startswith("layers/")
-        wanted = parameters[path].shape[0] if stacked else 1
+        wanted = parameters[path].shape[0] if stacked(path) else 1
         if len(parts) != wanted:
             problems.append(
                 f"no tensor for {path}" + (f", layers {sorted(set(range(wanted)) - set(parts))}" if parts else "")

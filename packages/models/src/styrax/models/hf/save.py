@@ -13,6 +13,7 @@ from styrax.core import UserError, tree
 from styrax.core.errors import nearest
 from styrax.models.config import DecoderConfig, Scales
 from styrax.models.families.common import Family
+from styrax.models.hf.mtp import misfits, with_modules
 from styrax.models.hf.plan import layer_paths, placed
 from styrax.models.hf.rules import Rule
 from styrax.models.hf.tensors import open_tensors
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 #: What config.json does not say: how a model is run, and how it began.
 _NOT_SAID = ("dropout", "remat", "scan", "runtime")
+_ALL = "all of it"
 
 
 def save_pretrained(
@@ -61,7 +63,7 @@ def save_pretrained(
             written; or what was written is not what is in memory.
     """
     chosen = find_family(model.config, model.vocab_size, family)
-    rules, parameters = chosen.rules(model.config), tree.flatten(model)
+    rules, parameters = chosen.rules(model.config) + chosen.copies(model.config), tree.flatten(model)
     layers = layer_paths(model.config)
     kept = {path: np.dtype(dtype) if dtype else np.dtype(leaf.dtype) for path, leaf in parameters.items()}
 
@@ -111,10 +113,13 @@ def find_family(config: DecoderConfig, vocab_size: int, name: str | None = None)
     for each, differences in lost.items():
         if not differences:
             return FAMILIES[each]
-    best = min(lost, key=lambda each: len(lost[each]))
+    best = min(lost, key=lambda each: (lost[each][0].startswith(_ALL), len(lost[each])))
+    change = "change the model"
+    if misfits(FAMILIES[best], config):
+        change += ", such as with drop_mtp, which leaves multi-token prediction out"
     raise UserError(
         f"config.json of {'a ' + name if name else 'no known family'}{' model' if name else ''} can say all of this "
-        f"model; {best!r} would lose: {'; '.join(lost[best])}. Save it as a checkpoint, or change the model"
+        f"model; {best!r} would lose: {'; '.join(lost[best])}. Save it as a checkpoint, or {change}"
     )
 
 
@@ -123,8 +128,9 @@ def _lost(family: Family, config: DecoderConfig, vocab_size: int) -> list[str]:
     try:
         again = family.read(family.to_hf(config, vocab_size=vocab_size))
     except Exception as error:  # a family may not even have the words for parts of other families
-        return [f"all of it ({type(error).__name__}: {error})"]
-    return differences(_plain(config), _plain(again))
+        return [f"{_ALL} ({type(error).__name__}: {error})"]
+    modules = config.arch.head.mtp  # which config.json says, if there is any place for them
+    return misfits(family, config) + differences(_plain(config), _plain(with_modules(again, modules)))
 
 
 def _plain(config: DecoderConfig) -> DecoderConfig:
@@ -133,6 +139,8 @@ def _plain(config: DecoderConfig) -> DecoderConfig:
     said = ("embed_scale", "attn_scale", "residual_mult", "block_scale", "logit_mult")
     scales = replace(Scales(), **{name: getattr(config.scales, name) for name in said})
     latent, moe = "latent" in config.arch.layers, config.arch.moe
+    head = replace(config.arch.head, mtp_coef=usual.arch.head.mtp_coef)
+    config = replace(config, arch=replace(config.arch, head=head))
     if moe is not None:
         kept = MoE()
         unsaid = {name: getattr(kept, name) for name in ("dispatch", "capacity_factor", "balance_coef", "z_coef")}
