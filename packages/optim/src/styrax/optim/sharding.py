@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from styrax.core.mesh import follow
+from styrax.core.placing import follow
 from styrax.core.tree import flatten, unflatten
 
 
@@ -17,7 +17,7 @@ def state_shardings(tx: Any, params: Any) -> Any:
     What has the shape of its parameter lies as the parameter. What has fewer or shorter axes (rows and columns,
     means, scales of blocks) is split along those that are left. A stack with a matrix for each copy (SOAP, Shampoo and
     Kron) is split over copies first, and over rows if devices are left. Everything else is replicated over the
-    parameters' mesh. `styrax.core.mesh.follow` has the rules.
+    parameters' mesh. `styrax.core.placing.follow` has the rules.
 
     `jax.jit(tx.init)` alone does not do this on a mesh with automatic axes: it makes replicated state, the
     whole of it on every device. Use `init`, or give it the result as `out_shardings`.

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from styrax.core.errors import UserError
-from styrax.core.mesh import dividing, over_copies
+from styrax.core.placing import dividing, over_copies
 from styrax.optim.barrier import alike, barrier
 
 ANYHOW = PartitionSpec.UNCONSTRAINED
@@ -36,7 +36,7 @@ def spread(
         mesh: The mesh if `jax.set_mesh` has set none and the arrays do not tell (see `mesh_of`).
         axes: Mesh axes to spread over; `None` for all.
         home: The last so many arrays that `f` takes and gives stay on the devices that work on them, as
-            `styrax.core.mesh.over_copies` lays them, and are not moved.
+            `styrax.core.placing.over_copies` lays them, and are not moved.
 
     Returns:
         `f`, constrained if there is a mesh. It raises `UserError` if the mesh has no such axis.
@@ -114,7 +114,7 @@ def mesh_of(arrays: Iterable[Any], mesh: Mesh | AbstractMesh | None = None) -> M
 
 
 def settled(x: Any, mesh: Mesh | AbstractMesh | None) -> Any:
-    """Lay a stack of a state as `styrax.core.mesh.over_copies` says, where the compiler would decide."""
+    """Lay a stack of a state as `styrax.core.placing.over_copies` says, where the compiler would decide."""
     if mesh is None or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, over_copies(x.shape, mesh)))

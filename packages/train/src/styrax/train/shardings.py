@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from styrax.core import UserError, tree
-from styrax.core.mesh import DEFAULT_RULES, follow, shardings, spec
+from styrax.core.mesh import DEFAULT_RULES, shardings, spec
+from styrax.core.placing import follow
 from styrax.core.random import stream
 from styrax.train.step import TrainState, init_state, split_model
 
@@ -122,7 +123,7 @@ def state_shardings(
 
     Returns:
         The same tree with a ``NamedSharding`` a leaf. An optimizer's array lies as the parameter whose path ends
-        its own, on the axes that it has of it (see ``styrax.core.mesh.follow``). A variable whose path and number of
+        its own, on the axes that it has of it (see ``styrax.core.placing.follow``). A variable whose path and number of
         dimensions fit a pattern lies as a parameter would, such as a frozen weight. All else is replicated.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType
 
-from styrax.core.mesh import DEFAULT_RULES, dividing
+from styrax.core.mesh import DEFAULT_RULES
+from styrax.core.placing import dividing
 
 
 class Here(NamedTuple):
