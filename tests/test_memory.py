@@ -24,7 +24,7 @@ def resident(process):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_steps_and_saves(styrax):
-    """Less than 1 MiB a save, by a straight line through what the process held from the tenth save to the last but one."""
+    """Less than 1 MiB a save, by a straight line through what the process held after the first fifth."""
     changes = {"train__steps": STEPS, "checkpoint__every": STEPS // SAVES, "train__eval_every": STEPS // 10}
     run = styrax.folder / "run"
     with (styrax.folder / "out").open("w") as out:
