@@ -34,7 +34,7 @@ def train(folder, run, *overrides):
             "finetune",
             "--run",
             str(run),
-            f"model.folder={folder}",
+            f"model.from={folder}",
             f'data.sources=["{text}"]',
             "data.tokenizer=byte",
             r'data.split_on="\n\n"',
@@ -67,6 +67,20 @@ def test_it_begins_with_the_folder_and_freezes(folder, tmp_path, capsys):
     moved = np.abs(np.asarray(last["layers/mlp/up/kernel"] - first["layers/mlp/up/kernel"])).max()
     assert 0 < moved < 1e-3
     assert np.abs(np.asarray(first["embed/embedding"] - tree.flatten(other)["embed/embedding"])).max() > 1e-2
+
+
+def test_from_is_short_for_kind_and_folder(folder):
+    from styrax.core import UsageError
+    from styrax.train.config import SCHEMA
+
+    found = SCHEMA.resolve({"model": {"from": folder}})
+    assert found == SCHEMA.resolve({"model": {"kind": "pretrained", "folder": folder}})
+    assert found["model"] == PretrainedConfig(folder=folder)
+    assert found.diff() == {"model": {"kind": "pretrained", "folder": folder}}
+    for also, message in (("kind=decoder", 'it means kind = "pretrained", and model.kind is "decoder"'),
+                          ("folder=x", "it says what model.folder says")):  # fmt: skip
+        with pytest.raises(UsageError, match=rf"^model.from: {message}"):
+            SCHEMA.resolve({"model": {"from": folder}}, [f"model.{also}"])
 
 
 def test_it_loads_into_shards(folder):

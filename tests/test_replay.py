@@ -11,7 +11,7 @@ from styrax.core import UserError
 from styrax.core.config import find_schema, read_config
 from styrax.data import Loader
 from styrax.train.bisect import bisect
-from styrax.train.replay import replay
+from styrax.train.replay import prober, rebuild, replay, retake
 from styrax.train.rundir import RunDir
 from styrax.train.session import train
 from styrax.train.verify import verify_resume
@@ -84,6 +84,33 @@ def test_what_is_told_of_a_step_adds_up_to_what_was_recorded(recorded, styrax):
         here = batch["targets"][each["row"], each["column"] : each["column"] + each["length"]]
         wanted = text[each["offset"] : each["offset"] + each["length"]]
         assert bytes(here[: len(wanted)].tolist()) == wanted
+
+
+def test_activations_are_those_of_the_blocks_called_one_by_one(recorded):
+    from flax import nnx
+
+    run = rebuild(recorded, 6, ["model.dropout=0"])  # right behind a checkpoint
+    (taken,) = retake(run, 6)
+    found, why = prober(run).activations(taken.before, taken.batch)
+    assert why is None
+    assert set(found) == {"layers", "layers/attn", "layers/mlp", "final_norm"}
+    model = nnx.merge(run.graphdef, taken.before.params, taken.before.variables)
+    tokens, segments = (np.asarray(taken.batch[name]) for name in ("tokens", "segment_ids"))
+    real = segments != 0
+
+    def by_hand(model):
+        (block,), x = model.blocks(), model.embed(tokens) * real[..., None]
+        x = x.reshape(-1, x.shape[-1])
+        added, _ = block.attn(block.attn_norm(x), model.scope(tokens, None, segments, None), 0, None)
+        mlp = block.mlp(block.mlp_norm(x + added))
+        return {"layers/attn": added, "layers/mlp": mlp, "layers": x + added + mlp}
+
+    for path, x in nnx.jit(by_hand)(model).items():
+        x = np.asarray(x, np.float64).reshape(*real.shape, -1)[real]
+        assert found[path]["layer"] == [0]
+        assert found[path]["rms"] == [pytest.approx(np.sqrt((x**2).mean()), rel=1e-4)]
+        assert found[path]["max"] == [pytest.approx(np.abs(x).max(), rel=1e-4)]
+        assert (found[path]["zeros"], found[path]["not_finite"]) == ([0.0], [0.0])
 
 
 def test_a_run_that_was_tampered_with_is_told(recorded, tmp_path):
@@ -191,6 +218,8 @@ def test_where_to_stop_is_checked(styrax):
 def test_the_commands(styrax, recorded):
     done = styrax("replay", recorded.path, "--step", 8, "--top", 3, devices=8)
     assert "as it was recorded, bit for bit (3 steps compared)" in done.stdout
+    assert "activations by largest" in done.stdout
+    assert "layers/mlp" in done.stdout
     told = json.loads(styrax("replay", recorded.path, "--step", 8, "--json", devices=8).stdout)
     assert told["metrics"]["loss"] == recorded.read_metrics()[7]["loss"]
     assert "no step of" in styrax("bisect", recorded.path, code=1, devices=8).stdout

@@ -11,9 +11,10 @@ import pytest
 
 from styrax.core import UserError
 from styrax.core.protocols import Tokenizer
-from styrax.data import TokensConfig, TokenStore, build_store
+from styrax.data import ByteTokenizer, MixtureConfig, TokensConfig, TokenStore, build_store
 from styrax.data import cache as cache_module
 from styrax.data.cache import default_cache_dir
+from styrax.data.config import SourceConfig
 
 
 @pytest.fixture
@@ -159,13 +160,14 @@ def test_neither_or_both():
     with pytest.raises(UserError, match=r"neither sources nor a store; set sources = \[\"corpus"):
         TokensConfig().build(seed=0)
     with pytest.raises(ValueError, match="both set") as caught:
-        TokensConfig(sources=("a",), store="b", split_on="", held_out=1.0, tokenizer="bpee:4096")
+        TokensConfig(sources=("a",), store="b", split_on="", tokenizer="bpee:4096")
     assert [line.split()[0] for line in str(caught.value).splitlines()] == [
         "sources",
-        "held_out",
         "split_on",
         "tokenizer",
     ]
+    with pytest.raises(UserError, match=r"held_out = 1.0: expected 0 or more, and less than 1"):
+        TokensConfig(sources=("python:stdlib",), tokenizer="byte", max_bytes=1000, held_out=1.0).build(seed=0)
 
 
 def test_a_cache_that_cannot_be_written(config, tmp_path):
@@ -241,3 +243,50 @@ def test_a_full_disk_in_the_cache(config, cache, monkeypatch):
     assert list((cache / "data").iterdir()) == []
     monkeypatch.undo()
     assert isinstance(config.build(seed=0, cache_dir=cache).store, TokenStore)
+
+
+def targets(batches):
+    return np.concatenate([batch["targets"][batch["loss_mask"] > 0] for batch in batches])
+
+
+@pytest.mark.parametrize("pack", ["concat", "best_fit", "none"])
+def test_a_set_to_evaluate_on_has_all_of_its_documents(config, cache, documents, pack):
+    data = config.build(seed=0, cache_dir=cache)
+    whole = dataclasses.replace(config, held_out=1.0, max_held_out_batches=None, pack=pack, tokenizer="byte")
+    batches = whole.evaluation(data.tokenizer, cache_dir=cache)
+    size = sum(len(data.tokenizer.encode(text)) + 1 for text in documents.values())
+    assert len(targets(batches)) == size
+    decoded = sorted(data.tokenizer.decode_bytes(targets(batches).tolist()))
+    assert decoded == sorted("".join(documents.values()).encode())
+    assert all(batch["tokens"].shape == (4, 32) for batch in batches)
+    assert len(dataclasses.replace(whole, max_held_out_batches=1).evaluation(data.tokenizer, cache_dir=cache)) == 1
+
+
+def test_a_share_is_that_which_training_leaves_out(config, cache):
+    data = config.build(seed=0, cache_dir=cache)
+    batches = config.evaluation(data.tokenizer, cache_dir=cache)
+    assert np.array_equal(targets(batches), targets(data.held_out()))
+    assert batches.fingerprint == data.held_out().fingerprint
+
+
+def test_a_mixture_is_evaluated_as_all_of_its_sources(config, corpus, cache, tmp_path, documents):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "text").write_text("abc")
+    sources = {"a": SourceConfig(sources=(str(corpus),)), "b": SourceConfig(sources=(str(tmp_path / "more"),))}
+    mixture = MixtureConfig(sources=sources, seq_len=32, batch_size=4, held_out=1.0, max_held_out_batches=None)
+    batches = mixture.evaluation(ByteTokenizer(), cache_dir=cache)
+    text = "".join(documents.values()).encode() + b"abc"
+    assert sorted(id for id in targets(batches).tolist() if id < 256) == sorted(text)
+    before = batches.fingerprint
+    (tmp_path / "more" / "text").write_text("abd")
+    assert mixture.evaluation(ByteTokenizer(), cache_dir=cache).fingerprint != before
+
+
+def test_a_store_of_other_tokens_is_no_set(config, corpus, tmp_path):
+    build_store([corpus], tmp_path / "s", tokenizer="bpe:300")
+    with pytest.raises(UserError, match=r"made with another tokenizer than the run's: it has 300 ids .* expected 258"):
+        TokensConfig(store=str(tmp_path / "s"), held_out=1.0).evaluation(ByteTokenizer())
+    with pytest.raises(UserError, match=r"the set has neither sources nor a store"):
+        TokensConfig().evaluation(ByteTokenizer())
+    with pytest.raises(UserError, match=r"the set has no sources"):
+        MixtureConfig().evaluation(ByteTokenizer())

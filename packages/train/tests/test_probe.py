@@ -1,5 +1,7 @@
 """A step taken apart, against a model whose loss and gradient are written out in numpy."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from styrax.train import Term, init_state, next_token_loss
 from styrax.train.bisect import Culprit, blame, candidates, halved, judge
+from styrax.train.commands.replay import tell_activations
 from styrax.train.probe import Prober
 from styrax.train.replay import Taken, documents
 from styrax.train.verify import Kept, differences
@@ -211,3 +214,59 @@ def test_every_kind_of_difference_is_told_and_equal_runs_have_none():
         'metrics of step 2: {"step": 2, "loss": 1.0} and no line',
         "data position, step: 4 and 5",
     ]
+
+
+class Told(Bigram):
+    """Tells its logits' size, over all places that are no padding, and once more as if of two layers."""
+
+    def activations(self, tokens, *, positions=None, segment_ids=None, rngs=None):
+        x = self.table[tokens]
+        real = jnp.broadcast_to((segment_ids != 0)[..., None], x.shape)
+        finite = real & jnp.isfinite(x)
+        numbers = real.sum().astype(jnp.float32)
+        found = {
+            "rms": jnp.sqrt(jnp.where(finite, x * x, 0).sum() / finite.sum()),
+            "max": jnp.where(finite, jnp.abs(x), 0).max(), "zeros": (real & (x == 0)).sum() / numbers,
+            "not_finite": (real & ~finite).sum() / numbers, "numbers": numbers,
+        }  # fmt: skip
+        two = {name: jnp.stack([value, value]) for name, value in found.items()}
+        return {"table": found, "layers": {**two, "layer": jnp.array([3, 5])}}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_activations_of_micro_batches_are_those_of_the_batch(accumulate):
+    graphdef, state = init_state(Told(nnx.Rngs(0)), optax.sgd(0.1), key=jax.random.key(1))
+    table = state.params["table"].at[3, :2].set(jnp.nan).at[4, :3].set(0.0)
+    state = state._replace(params={**state.params, "table": table})
+    batch = made()
+    batch["segment_ids"][::2, 4:] = 0  # so that micro-batches differ in how much they hold
+    found, why = Prober(graphdef, optax.sgd(0.1), accumulate=accumulate).activations(state, batch)
+    x = np.asarray(table, np.float64)[batch["tokens"]][batch["segment_ids"] > 0]
+    finite = x[np.isfinite(x)]
+    wanted = {
+        "rms": np.sqrt((finite**2).mean()), "max": np.abs(finite).max(), "zeros": (x == 0).mean(),
+        "not_finite": (~np.isfinite(x)).mean(),
+    }  # fmt: skip
+    assert why is None
+    assert 0 < wanted["not_finite"] < 1
+    assert found["table"] == pytest.approx(wanted, rel=1e-5)
+    assert found["layers"] == {**{name: [pytest.approx(value, rel=1e-5)] * 2 for name, value in wanted.items()},
+                               "layer": [3, 5]}  # fmt: skip
+
+
+def test_activations_are_printed_with_the_layer_of_the_largest(capsys):
+    one = {"rms": 1.0, "max": 9.0, "zeros": 0.0, "not_finite": 0.0}
+    two = {"rms": [2.0, 1.0], "max": [3.0, 4.0], "zeros": [0.0, 0.0], "not_finite": [0.0, 0.5], "layer": [3, 5]}
+    tell_activations(SimpleNamespace(no_activations=None, activations={"one": one, "two": two}), 5)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["two", "2", "@3", "4", "@5", "0", "@3", "0.5", "@5"]  # what is not finite comes first
+    assert lines[2] == ["one", "1", "9", "0", "0"]
+    tell_activations(SimpleNamespace(no_activations="it is a table", activations={}), 5)
+    assert capsys.readouterr().out == "activations: n/a (it is a table)\n"
+
+
+def test_a_model_that_does_not_tell_its_activations_is_no_failure():
+    probe, state = prober()
+    assert probe.activations(state, made()) == (
+        {}, "a Bigram does not tell its activations: it has no method of that name"
+    )  # fmt: skip

@@ -23,7 +23,7 @@ from styrax.data.hashing import fingerprint
 from styrax.data.spec import bpe_size
 from styrax.data.store.format import VERSION
 from styrax.data.store.tokens import TokenStore
-from styrax.data.tokenizer import load_tokenizer
+from styrax.data.tokenizer import ByteTokenizer, StoreTokenizer, load_tokenizer
 
 
 def default_cache_dir() -> Path:
@@ -36,7 +36,7 @@ def default_cache_dir() -> Path:
 def cached_store(
     sources: Sequence[str],
     *,
-    tokenizer: str,
+    tokenizer: str | StoreTokenizer,
     errors: Errors = "raise",
     split_on: str | None = None,
     max_bytes: int | None = None,
@@ -52,7 +52,7 @@ def cached_store(
 
     Args:
         sources: See `find_documents`; tables hold their text in a column or field `text`.
-        tokenizer: `byte`, `bpe:N` or the path of a `tokenizer.json`.
+        tokenizer: `byte`, `bpe:N`, the path of a `tokenizer.json`, or a tokenizer.
         errors: What to do with files that are not UTF-8.
         split_on: Cut text files after every such text.
         max_bytes: Take a fixed subset of whole files of at most this size.
@@ -69,7 +69,7 @@ def cached_store(
     key = fingerprint(
         {
             "version": VERSION,
-            "tokenizer": tokenizer if bpe_size(tokenizer) is not None else _named(tokenizer),
+            "tokenizer": _named(tokenizer),
             "errors": errors,
             "split_on": split_on,
             "documents": _digest(documents, progress),
@@ -84,7 +84,9 @@ def cached_store(
             damaged = True
     read = ReadSettings(errors=errors, split_on=split_on)
     units = file_units(documents, read)
-    made = make_tokenizer(tokenizer, [piece for unit in units for piece in unit.pieces], (), read, progress)
+    made = tokenizer
+    if isinstance(made, str):
+        made = make_tokenizer(made, [piece for unit in units for piece in unit.pieces], (), read, progress)
     # In a folder of its own: whoever else builds the same store at this moment need not wait.
     with scratch_folder(out) as folder:
         job = Job(folder=folder, tokenizer=made, read=read)
@@ -94,8 +96,11 @@ def cached_store(
             return merge(folder, keys, writer, quarantine=None, exact=False, near=None, build=build, progress=progress)
 
 
-def _named(tokenizer: str) -> str:
-    return "byte" if tokenizer == "byte" else load_tokenizer(tokenizer).fingerprint
+def _named(tokenizer: str | StoreTokenizer) -> str:
+    if isinstance(tokenizer, str) and (tokenizer == "byte" or bpe_size(tokenizer) is not None):
+        return tokenizer
+    made = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    return "byte" if isinstance(made, ByteTokenizer) else made.fingerprint
 
 
 def _digest(documents: Sequence[Document], progress: Progress | None) -> str:

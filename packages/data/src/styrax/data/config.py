@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from styrax.core.config import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, check
 from styrax.core.errors import UserError
@@ -13,6 +14,7 @@ from styrax.data.spec import bpe_size
 if TYPE_CHECKING:
     from styrax.data.build import Progress
     from styrax.data.dataset import LMData
+    from styrax.data.held_out import HeldOut
     from styrax.data.plan.mixture import Mixture
     from styrax.data.sharded import Spec
     from styrax.data.store import TokenStore
@@ -41,7 +43,8 @@ class TokensConfig:
         batch_size: Rows per step, over all processes; or pairs `[step, rows]`, likewise.
         pack: `concat`: documents follow one another in rows; `best_fit`: whole documents with the least padding;
             `none`: one document, or a piece, per row.
-        held_out: Share of documents that is never trained on, chosen by a hash of the id.
+        held_out: Share of documents that is never trained on, chosen by a hash of the id. 1, all of them, is for sets
+            that are only evaluated on.
         max_held_out_batches: Evaluate on at most so many batches; none for all.
         skip_steps: Ranges `[first, last + 1]` of steps whose data are left out, what follows moving up.
         allow_changes: Settings of the data that may differ when a run is resumed, such as `skip_steps`.
@@ -70,8 +73,6 @@ class TokensConfig:
         problems = []
         if self.sources and self.store is not None:
             problems.append("sources and store are both set; expected one: text to tokenize, or a store of tokens")
-        if self.held_out >= 1:
-            problems.append(f"held_out = {self.held_out} leaves nothing to train on; expected less than 1")
         if self.split_on == "":
             problems.append("split_on is empty; expected the text after which to cut, or none")
         try:
@@ -95,14 +96,33 @@ class TokensConfig:
         Raises:
             UserError: Neither sources nor a store, missing or malformed text, a damaged store, a full disk.
         """
+        return _rows(self, self._store(self.tokenizer, "data", cache_dir, progress), seed)
 
+    def evaluation(
+        self, tokenizer: StoreTokenizer, *, cache_dir: Path | None = None, progress: Progress | None = None
+    ) -> HeldOut:
+        """Give batches to evaluate a model on: of the share `held_out` of these documents, which may be all.
+
+        Args:
+            tokenizer: The model's, with which text is read in place of the one that is named here.
+            cache_dir: See `build`.
+            progress: See `build`.
+
+        Raises:
+            UserError: As `build` does, and a store of other tokens.
+        """
+        store = self._store(tokenizer, "the set", cache_dir, progress)
+        return _held_out(self, store, [store], tokenizer)
+
+    def _store(
+        self, tokenizer: str | StoreTokenizer, what: str, cache_dir: Path | None, progress: Progress | None
+    ) -> TokenStore:
         if self.store is None and not self.sources:
             raise UserError(
-                'data has neither sources nor a store; set sources = ["corpus/**/*.txt"] (files, folders, '
+                f'{what} has neither sources nor a store; set sources = ["corpus/**/*.txt"] (files, folders, '
                 'globs or "python:stdlib"), or store = the folder that `styrax data build` made'
             )
-        store = _open(self, self.tokenizer, cache_dir, progress)
-        return _rows(self, store, seed)
+        return _open(self, tokenizer, cache_dir, progress)
 
     def shapes(self) -> tuple[int | None, list[Spec]]:
         """Tell how many ids there are and what batches look like, reading no text and building nothing.
@@ -171,7 +191,8 @@ class MixtureConfig:
         batch_size: Rows per step, over all processes; or pairs `[step, rows]`, likewise.
         pack: `concat`: documents follow one another in rows; `best_fit`: whole documents with the least padding;
             `none`: one document, or a piece, per row.
-        held_out: Share of each source's documents that is never trained on, chosen by a hash of the id.
+        held_out: Share of each source's documents that is never trained on, chosen by a hash of the id. 1, all of
+            them, is for sets that are only evaluated on.
         max_held_out_batches: Evaluate on at most so many batches; none for all.
         skip_steps: Ranges `[first, last + 1]` of steps whose data are left out, what follows moving up.
         allow_changes: Settings of the data that may differ when a run is resumed, such as `mixture`.
@@ -199,8 +220,6 @@ class MixtureConfig:
         for name, source in self.sources.items():
             if bool(source.sources) == (source.store is not None):
                 problems.append(f"sources.{name}: expected one of sources (text) and store (a folder of tokens)")
-        if self.held_out >= 1:
-            problems.append(f"held_out = {self.held_out} leaves nothing to train on; expected less than 1")
         try:
             trained = bpe_size(self.tokenizer) is not None
         except UserError as error:
@@ -216,14 +235,27 @@ class MixtureConfig:
 
     def build(self, *, seed: int, cache_dir: Path | None = None, progress: Progress | None = None) -> LMData:
         """Make the dataset, building the stores of text sources at first use; see `TokensConfig.build`."""
+        return _rows(self, self._mixture(self.tokenizer, "data", cache_dir, progress), seed)
+
+    def evaluation(
+        self, tokenizer: StoreTokenizer, *, cache_dir: Path | None = None, progress: Progress | None = None
+    ) -> HeldOut:
+        """Give batches to evaluate a model on; see `TokensConfig.evaluation`. Weights have no part in it."""
+        mixture = self._mixture(tokenizer, "the set", cache_dir, progress)
+        return _held_out(self, mixture, mixture.stores, tokenizer)
+
+    def _mixture(
+        self, tokenizer: str | StoreTokenizer, what: str, cache_dir: Path | None, progress: Progress | None
+    ) -> Mixture:
         from styrax.data.plan.mixture import Mixture
 
         if not self.sources:
-            raise UserError("data has no sources; name each: [data.sources.web] with sources = [...] or store = ...")
-        stores = {name: _open(source, self.tokenizer, cache_dir, progress) for name, source in self.sources.items()}
+            raise UserError(
+                f"{what} has no sources; name each, as [data.sources.web] with sources = [...] or store = ..."
+            )
+        stores = {name: _open(source, tokenizer, cache_dir, progress) for name, source in self.sources.items()}
         limits = {name: source.max_epochs for name, source in self.sources.items() if source.max_epochs is not None}
-        mixture = Mixture(stores, self.weights or None, interpolate=self.interpolate, max_epochs=limits or None)
-        return _rows(self, mixture, seed)
+        return Mixture(stores, self.weights or None, interpolate=self.interpolate, max_epochs=limits or None)
 
     def shapes(self) -> tuple[int | None, list[Spec]]:
         """Tell how many ids there are and what batches look like; see `TokensConfig.shapes`."""
@@ -238,7 +270,10 @@ class MixtureConfig:
 
 
 def _open(
-    source: TokensConfig | SourceConfig, tokenizer: str, cache_dir: Path | None, progress: Progress | None
+    source: TokensConfig | SourceConfig,
+    tokenizer: str | StoreTokenizer,
+    cache_dir: Path | None,
+    progress: Progress | None,
 ) -> TokenStore:
     """Open the store that a configuration names, or that of its text, building it at first use."""
     from styrax.data.cache import cached_store
@@ -290,6 +325,23 @@ def _specs(seq_len: int | Points, batch_size: int | Points) -> list[Spec]:
 
     shapes = dict.fromkeys((at(sizes, step), at(widths, step)) for step in steps)
     return [{name: (shape, dtype) for name, dtype in DTYPES.items()} for shape in shapes]
+
+
+def _held_out(
+    config: TokensConfig | MixtureConfig, store: TokenStore | Mixture, stores: Sequence[Any], tokenizer: StoreTokenizer
+) -> HeldOut:
+    """Lay what a configuration holds out into rows, all of it if there is nothing else."""
+    from styrax.data.held_out import HeldOut
+
+    if problems := [
+        f"the store {each.path} was made with another tokenizer than the run's: it has {each.tokenizer.vocab_size} ids "
+        f"and the fingerprint {each.tokenizer.fingerprint}, expected {tokenizer.vocab_size} and {tokenizer.fingerprint}"
+        for each in stores
+        if each.tokenizer.fingerprint != tokenizer.fingerprint
+    ]:
+        raise UserError("\n".join(problems))
+    whole = config.held_out == 1
+    return HeldOut(_rows(replace(config, held_out=0.0) if whole else config, store, seed=0), whole=whole)
 
 
 def _rows(config: TokensConfig | MixtureConfig, store: TokenStore | Mixture, seed: int) -> LMData:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from styrax.data.hashing import fingerprint
 from styrax.data.plan.line import Line
 from styrax.data.plan.segments import Batch, Segments, fill
 
@@ -20,14 +21,15 @@ class HeldOut(Sequence[Batch]):
     Args:
         data: Whose documents; they are packed as its training rows are, in the order of their hash, and the rows of
             several sources are spread evenly, so that the first batches stand for all.
+        whole: Take all documents, for data that nobody trains on.
     """
 
-    def __init__(self, data: LMData):
+    def __init__(self, data: LMData, *, whole: bool = False):
         self._data = data
         self._width, self._rows = data.block, data.batch_size
         self._lines = [
             Line(docs, data._lengths(number, docs), block=data.block, pack=data.pack, key=None)
-            for number, docs in enumerate(data._held)
+            for number, docs in enumerate(map(_by_hash, data.stores) if whole else data._held)
         ]
         counts = [line.num_blocks for line in self._lines]
         source = np.repeat(np.arange(len(counts)), counts)
@@ -37,6 +39,11 @@ class HeldOut(Sequence[Batch]):
         self._count = -(-len(source) // self._rows)
         if data.max_held_out_batches is not None:
             self._count = min(self._count, data.max_held_out_batches)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the stores from which they are."""
+        return fingerprint(self._data.settings["mixture"]["sources"])
 
     def __len__(self) -> int:
         return self._count
@@ -62,3 +69,8 @@ class HeldOut(Sequence[Batch]):
             parts.append((which, self._lines[which].cut(place[here], self._width, row[here])))
         data = self._data
         return fill(Segments.merge(parts), data.stores, (self._rows, self._width), data._bos, data._pad)
+
+
+def _by_hash(store: Any) -> np.ndarray:
+    """Put all documents of a store in the order of held-out ones."""
+    return np.argsort(store.docs["id_hash"], kind="stable")

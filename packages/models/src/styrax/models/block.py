@@ -141,7 +141,7 @@ class Block(nnx.Module):
             out, cache, lent[self.kind.mixer] = self.attn.lend(normed, scope, index, cache)
         else:
             out, cache = (self.delta if self.kind.mixer == "delta" else self.attn)(normed, scope, index, cache)
-        out = self.attn_post_norm(out) if post else out
+        out = mixer = self.attn_post_norm(out) if post else out
         mixed = fence(x + times(self.residual_mult, dropout(out, self.dropout, attn_key)))
         if not self.parallel:
             normed = self.mlp_norm(mixed) if pre else mixed
@@ -150,7 +150,10 @@ class Block(nnx.Module):
         x = fence(mixed + times(self.residual_mult, dropout(out, self.dropout, mlp_key)))
         if own is not None:
             x = fence(x + times(self.residual_mult, self.per_layer(x, own)))
-        return (x * self.scale[...].astype(x.dtype) if self.scaled else x), cache, report, lent
+        x = x * self.scale[...].astype(x.dtype) if self.scaled else x
+        if scope.watch is not None:
+            report = scope.watch(report, mixer=mixer, mlp=out, residual=x)
+        return x, cache, report, lent
 
     def _mlp(
         self, normed: Float[Array, "... embed"], x: Float[Array, "... embed"], scope: Scope

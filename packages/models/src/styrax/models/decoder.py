@@ -12,6 +12,7 @@ from flax import nnx
 
 from styrax.core import UserError
 from styrax.models import objective, pipeline
+from styrax.models.activations import activations
 from styrax.models.arch import Attn, Latent
 from styrax.models.block import Block, times
 from styrax.models.cache import KVCache, Latents, Slots, States, slots_for
@@ -176,6 +177,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
         row_ids: Int[Array, " batch"] | None = None,
+        watch: Any = None,
     ) -> Hidden:
         """Compute what the head takes, for a caller that wants the logits of some positions only.
 
@@ -183,10 +185,11 @@ class Decoder(nnx.Module):
             blocks: From `blocks`; in a loop of calls, cut once.
             tokens: And all the others: as for the model itself.
             row_ids: As for `losses`.
+            watch: As in `Scope`.
         """
         _check_shapes(tokens, positions=positions, segment_ids=segment_ids)
         config = self.config
-        scope = self.scope(tokens, positions, segment_ids, cache)
+        scope = self.scope(tokens, positions, segment_ids, cache)._replace(watch=watch)
         key = None
         if rngs is not None and config.dropout:
             key = of_rows(rngs.dropout(), jnp.arange(len(tokens)) if row_ids is None else row_ids)
@@ -311,6 +314,10 @@ class Decoder(nnx.Module):
         return objective.losses(
             self, tokens, targets, mask, positions=positions, segment_ids=segment_ids, rngs=rngs, row_ids=row_ids
         )
+
+    def activations(self, tokens: Int[Array, "batch seq"], **given: Any) -> dict[str, dict[str, Array]]:
+        """Measure what each layer makes of tokens; see `styrax.models.activations`."""
+        return activations(self, tokens, **given)
 
     def end_step(self) -> None:
         """Finish a step of training: move what follows from counts of the whole batch and not from a gradient.

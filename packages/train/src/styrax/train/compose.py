@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from styrax.core import UserError
 from styrax.core.config import Resolved
 from styrax.core.precision import Policy
 
@@ -22,6 +23,7 @@ class Parts(NamedTuple):
         dataset: Batches by step, tokenizer, held-out text.
         mesh: Device mesh, or None for one device.
         logical_axes: Path pattern of a parameter to its logical axes.
+        held_out: What :func:`make_held_out` gives; None if it was not made.
     """
 
     make_model: Callable[[Any], Any]
@@ -31,12 +33,50 @@ class Parts(NamedTuple):
     dataset: Any
     mesh: Any
     logical_axes: Any
+    held_out: Any = None
 
 
 def make_dataset(resolved: Resolved, progress: Callable[[str, int, int | None], None] | None = None) -> Any:
     """Build (or reuse) the data of a run."""
     sections = resolved.sections
     return sections["data"].build(seed=sections["train"].seed, progress=progress)
+
+
+def make_held_out(
+    resolved: Resolved, dataset: Any, progress: Callable[[str, int, int | None], None] | None = None
+) -> Any:
+    """What a run is evaluated on: the held-out batches of its data, and of each set of ``[evaluate]``.
+
+    A kind of data that has ``evaluation(tokenizer, progress=)`` is given the run's tokenizer; another's own held-out
+    batches are taken.
+
+    Returns:
+        Batches; by name where there are sets, those of the run's data under the empty one.
+
+    Raises:
+        UserError: Sets without text, or with other tokens than the run's, a line or more each.
+    """
+    own, problems = dataset.held_out(), []
+    found: dict[str, Any] = {"": own} if len(own) else {}
+    for name, config in resolved.sections["evaluate"].items():
+        try:
+            if dataset.tokenizer is None:
+                raise UserError("the run's data have no tokenizer, so it cannot be told what its ids would mean")
+            if hasattr(config, "evaluation"):
+                found[name] = config.evaluation(dataset.tokenizer, progress=progress)
+            else:
+                found[name] = config.build(seed=resolved.sections["train"].seed, progress=progress).held_out()
+        except UserError as error:
+            problems += [f"evaluate.{name}: {line}" for line in str(error).splitlines()]
+        else:
+            if not len(found[name]):
+                kind = resolved.kinds.get(f"evaluate.{name}")
+                problems.append(
+                    f"evaluate.{name}: data of kind={kind!r} as set up here hold out nothing to evaluate on"
+                )
+    if problems:
+        raise UserError("\n".join(problems))
+    return found if resolved.sections["evaluate"] else own
 
 
 def make_model(resolved: Resolved, vocab_size: int) -> Callable[[Any], Any]:
@@ -54,7 +94,6 @@ def make_mesh(resolved: Resolved) -> Any:
     """
     import jax
 
-    from styrax.core import UserError
     from styrax.core.slices import slices_of
     from styrax.train.config import batch_misfits
     from styrax.train.shardings import batch_shards
@@ -90,7 +129,7 @@ def fit_options(resolved: Resolved, parts: Parts) -> dict[str, Any]:
         "logical_axes": parts.logical_axes,
         "save_every": resolved.sections["checkpoint"].every,
         "log_every": config.log_every,
-        "held_out": dataset.held_out(),
+        "held_out": make_held_out(resolved, dataset) if parts.held_out is None else parts.held_out,
         "token_bytes": dataset.token_bytes,
         "eval_every": config.eval_every or None,
         "spike": config.spike,
@@ -126,7 +165,6 @@ def load_model(resolved: Resolved, checkpoints: Path, vocab_size: int) -> tuple[
     import jax
     from flax import nnx
 
-    from styrax.core import UserError
     from styrax.train.step import split_model
 
     model = make_model(resolved, vocab_size)

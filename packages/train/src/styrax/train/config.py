@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from styrax.core import UserError, registry
-from styrax.core.config import Choice, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Schema, Seed, check
+from styrax.core.config import (
+    Choice,
+    Named,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Schema,
+    Seed,
+    check,
+)
 from styrax.core.mesh import MeshConfig, idle_axes
 from styrax.core.precision import Policy
 
@@ -145,15 +155,51 @@ def misfits(sections: Mapping[str, Any]) -> list[str]:
                 missing = str(error)
             problems += [f"train.trackers: {missing}"] if missing else []
     problems += [f"mesh.axes.{line}" for line in idle_axes(sections["mesh"].axes)]
-    return problems + batch_misfits(sections)
+    return problems + batch_misfits(sections) + held_out_misfits(sections)
+
+
+def held_out_misfits(sections: Mapping[str, Any]) -> list[str]:
+    """The held-out sets that are not read as the run's data are, a line for each difference.
+
+    >>> from types import SimpleNamespace as Section
+    >>> sets = {"code": Section(seq_len=512, tokenizer="byte")}
+    >>> held_out_misfits({"data": Section(seq_len=((0, 128), (9, 256)), tokenizer="byte"), "evaluate": sets})
+    ['evaluate.code.seq_len: 512, and data.seq_len is 256; leave it out, and a set has the rows of the run']
+    """
+    data, problems = sections["data"], []
+    if getattr(data, "held_out", 0) == 1:
+        problems.append("data.held_out = 1 leaves nothing to train on; expected less than 1")
+    for name, config in sections.get("evaluate", {}).items():
+        rows, ours = longest(getattr(config, "seq_len", None)), longest(getattr(data, "seq_len", None))
+        if None not in (rows, ours) and rows != ours:
+            what = f"{rows}, and data.seq_len is {ours}; leave it out, and a set has the rows of the run"
+            problems.append(f"evaluate.{name}.seq_len: {what}")
+        reader, own = getattr(config, "tokenizer", None), getattr(data, "tokenizer", None)
+        if None not in (reader, own) and reader != own:
+            what = f"{reader!r}, and data.tokenizer is {own!r}; leave it out: a set is read with the run's tokenizer"
+            problems.append(f"evaluate.{name}.tokenizer: {what}")
+    return problems
+
+
+def longest(seq_len: Any) -> int | None:
+    """The longest rows of a number or of a schedule; None for anything else."""
+    pairs = seq_len if isinstance(seq_len, tuple) else ((0, seq_len),)
+    return max((length for _, length in pairs if isinstance(length, int)), default=None)
 
 
 SCHEMA = Schema(
     misfits=misfits,
     sections={
         "train": TrainConfig,
-        "model": Choice(group="styrax.models", default="decoder"),
+        "model": Choice(group="styrax.models", default="decoder", implied={"from": "pretrained"}),
         "data": Choice(group="styrax.data", default="tokens"),
+        "evaluate": Named(
+            group="styrax.data",
+            default="tokens",
+            like="data",
+            keys=("tokenizer", "seq_len", "batch_size", "pack", "max_held_out_batches"),
+            defaults={"held_out": 1.0},
+        ),
         "optim": Choice(group="styrax.optim", default="adamw"),
         "checkpoint": Choice(group="styrax.checkpoint", default="orbax"),
         "mesh": MeshConfig,

@@ -100,7 +100,8 @@ class Display(Hook):
         self._console, self._facts = console, dict(facts or {})
         self._live = console.is_terminal
         self._every = every if every is not None else (0.25 if self._live else 5.0)
-        self._pace, self._drawn, self._held_out = Pace(), 0.0, ""
+        self._pace, self._drawn = Pace(), 0.0
+        self._held_out: dict[str, str] = {}
         self._steps = 0
         self._progress = Progress(
             BarColumn(bar_width=24),
@@ -132,7 +133,7 @@ class Display(Hook):
         self._drawn = now
         rate, pace = self._pace.tokens_per_second, self._pace.seconds_per_step
         parts = [f"step {step:,}/{self._steps:,}", f"loss {metrics['loss']:.3f}"]
-        parts += [self._held_out] if self._held_out else []
+        parts += [f"held-out {', '.join(self._held_out.values())}"] if self._held_out else []
         parts += [f"{rate:,.0f} tokens/s"] if rate is not None else []
         used = speeds(self._pace, self._facts).get("mfu_causal")
         parts += [f"MFU {used:.1%}"] if used is not None else []
@@ -144,11 +145,10 @@ class Display(Hook):
     def on_evaluate(self, step: int, result: HeldOut, seconds: float) -> None:
         self._pace.pause()
         per_byte, name = result.bits_per_byte, f"{result.name} " if result.name else ""
-        self._held_out = f"held-out {name}" + (
-            f"{result.loss:.3f}" if per_byte is None else f"{per_byte:.3f} bits/byte"
-        )
+        said = f"{name}{result.loss:.3f}" if per_byte is None else f"{name}{per_byte:.3f} bits/byte"
+        self._held_out[result.name] = said
         if not self._live:
-            self._console.print(f"step {step:,}/{self._steps:,}  {self._held_out}", markup=False)
+            self._console.print(f"step {step:,}/{self._steps:,}  held-out {said}", markup=False)
 
     def on_sample(self, step: int, seconds: float) -> None:
         self._pace.pause()

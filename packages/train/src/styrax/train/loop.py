@@ -132,7 +132,8 @@ def fit(
             exact over a kill: later lines are dropped on resume, and it is flushed before each checkpoint.
         log_every: Steps between logged steps.
         held_out: Batches to evaluate on, ``eval_every`` steps apart and at the end; not an iterator, which would be
-            used up after the first time. Or several such sets by name: their metrics are ``held_out_loss/NAME``.
+            used up after the first time. Or several such sets by name: their metrics are ``held_out_loss/NAME``, and
+            without a name where that is empty.
         token_bytes: Bytes of text a token stands for, for bits per byte.
         eval_every: Steps between evaluations; None or 0 evaluates at the end only.
         sample: Called ``sample_every`` steps apart, but not at the end, with the result so far. What it holds is gone

@@ -1,8 +1,9 @@
-"""What went on in one step: losses of single tokens, norms by path, and what is not finite."""
+"""What went on in one step: losses of single tokens, norms and activations by path, and what is not finite."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,10 +15,10 @@ import optax
 from flax import nnx
 from jax.experimental import checkify
 
-from styrax.core import tree
+from styrax.core import UserError, tree
 from styrax.core.random import stream
 from styrax.train.loss import cross_entropy, next_token_loss
-from styrax.train.step import Loss, Metrics, TrainState, make_step
+from styrax.train.step import Loss, Metrics, TrainState, cut, make_step
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -94,6 +95,7 @@ class Prober:
 
         self._probe = jax.jit(probe)
         self._tokens = jax.jit(self._token_losses)
+        self._watch = jax.jit(self._activations)
 
     def __call__(self, state: TrainState, batch: Any) -> Probed:
         """Take the step from ``state`` over ``batch``, and say what it did."""
@@ -119,6 +121,29 @@ class Prober:
                 everywhere = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
                 found = jax.jit(lambda x: x, out_shardings=everywhere)(found)
         return np.asarray(found)
+
+    def activations(self, state: TrainState, batch: Any) -> tuple[dict[str, dict[str, Any]], str | None]:
+        """What each layer makes of a batch, before the step and with its dropout.
+
+        A model tells them by ``activations(tokens, positions=, segment_ids=, rngs=) -> {path: {name: numbers}}``, one
+        number or one for each layer, with the names ``rms``, ``max``, ``zeros``, ``not_finite``, ``numbers`` and
+        perhaps ``layer``, as the decoder of styrax-models does. With ``row_ids`` among the arguments it draws dropout
+        by row.
+
+        Returns:
+            The numbers, and None; or nothing, and why.
+        """
+        model = nnx.merge(self._graphdef, state.params, state.variables)
+        if not callable(getattr(model, "activations", None)):
+            return {}, f"a {type(model).__name__} does not tell its activations: it has no method of that name"
+        if "tokens" not in batch:
+            return {}, "the batch has no tokens to run the model on"
+        try:
+            with self._meshed():
+                found = jax.device_get(self._watch(state, batch))
+        except UserError as error:
+            return {}, str(error)
+        return {path: _together(stats) for path, stats in sorted(found.items())}, None
 
     def first_nan(self, state: TrainState, batch: Any) -> str | None:
         """Name the operation that makes the first NaN of the loss or of its gradient, and where it stands.
@@ -150,6 +175,22 @@ class Prober:
                     return f"{error.get()} {_frames(error.get_exception())}".strip()
         return None
 
+    def _activations(self, state: TrainState, batch: Any) -> Any:
+        root, k = stream(state.key, "step", state.step), self._accumulate
+        names = ("tokens", "positions", "segment_ids")
+        pieces = {name: cut(batch[name], k) for name in names if name in batch}
+        rows = cut(jnp.arange(len(batch["tokens"])), k)
+
+        def watch(inputs: Any) -> Any:
+            piece, row_ids, index = inputs
+            model: Any = nnx.merge(self._graphdef, state.params, state.variables)
+            by_row = "row_ids" in inspect.signature(model.activations).parameters
+            key = root if by_row or k == 1 else stream(root, "micro", index)
+            given = {**piece, **({"row_ids": row_ids} if by_row else {})}
+            return model.activations(**given, rngs=nnx.Rngs(dropout=stream(key, "dropout")))
+
+        return jax.lax.map(watch, (pieces, rows, jnp.arange(k)))
+
     def _token_losses(self, state: TrainState, batch: Any) -> Any:
         root, k = stream(state.key, "step", state.step), self._accumulate
 
@@ -163,8 +204,7 @@ class Prober:
 
         if k == 1:
             return losses((batch, jnp.zeros((), jnp.int32)))
-        # As the step cuts a batch: micro-batch i has the rows i, i + k, i + 2k and so on.
-        pieces = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1), batch)
+        pieces = jax.tree.map(lambda x: cut(x, k), batch)
         found = jax.lax.map(losses, (pieces, jnp.arange(k)))
         return jnp.swapaxes(found, 0, 1).reshape(-1, found.shape[-1])
 
@@ -179,6 +219,25 @@ class Prober:
 
     def _meshed(self) -> contextlib.AbstractContextManager[Any]:
         return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
+
+
+def _together(stats: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """One path's numbers over all micro-batches, the first axis.
+
+    >>> one = {"rms": np.array([3.0, 4.0]), "max": np.array([3.0, 4.0]), "zeros": np.array([0.0, 0.5])}
+    >>> _together({**one, "not_finite": np.zeros(2), "numbers": np.array([3.0, 1.0])})["zeros"]
+    0.125
+    """
+    values = {name: np.asarray(value, np.float64) for name, value in stats.items() if name != "layer"}
+    numbers = values.pop("numbers")
+    weights, finite = (np.maximum(x, 1e-300) for x in (numbers, numbers * (1 - values["not_finite"])))
+    found: dict[str, Any] = {
+        "rms": np.sqrt(np.average(values.pop("rms") ** 2, axis=0, weights=finite)),
+        "max": values.pop("max").max(axis=0),
+        **{name: np.average(value, axis=0, weights=weights) for name, value in values.items()},
+        **({"layer": stats["layer"][0]} if "layer" in stats else {}),
+    }
+    return {name: value.tolist() for name, value in found.items()}
 
 
 def _frames(error: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,23 @@ def check_same(old: Resolved, new: Resolved, folder: RunDir) -> None:
         raise UserError(
             "\n".join([f"{folder.path} holds a run of another configuration:", *rows])
             + "\nGo on with the run's own (leave these out), or start a new run with another --run"
+        )
+
+
+def check_sets(folder: RunDir, held_out: Mapping[str, str]) -> None:
+    """Refuse to go on with held-out sets of the same name and other text: their losses would not be comparable.
+
+    Args:
+        folder: The run.
+        held_out: Name -> fingerprint of each.
+    """
+    starts = [event for event in folder.read_events() if event["event"] == "start"] if folder.has_checkpoint else []
+    before = starts[-1].get("held_out", {}) if starts else {}
+    if changed := [name for name, mark in held_out.items() if before.get(name, mark) != mark]:
+        rows = [f"  evaluate.{k}: the run has the fingerprint {before[k]}, now it is {held_out[k]}" for k in changed]
+        raise UserError(
+            "\n".join([f"the held-out text is not that with which the run in {folder.path} was started:", *rows])
+            + "\nPut the text back as it was, or start a new run with another --run"
         )
 
 

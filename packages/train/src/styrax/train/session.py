@@ -15,7 +15,7 @@ from styrax.core import UserError, registry
 from styrax.core.config import Resolved
 from styrax.core.trackers import Jsonl
 from styrax.train.checks import check_batch
-from styrax.train.compose import Parts, compose, fit_options, make_dataset, make_mesh
+from styrax.train.compose import Parts, compose, fit_options, make_dataset, make_held_out, make_mesh
 from styrax.train.display import Display, EventLog
 from styrax.train.ending import check_ending, finish, sample_on_the_way
 from styrax.train.gather import on_one_host
@@ -25,11 +25,14 @@ from styrax.train.interrupts import ENDED, UNBEGUN, Interrupts
 from styrax.train.loop import FitResult, fit
 from styrax.train.machine import caching, keep_freed_memory, use_compilation_cache
 from styrax.train.plan.runtime import fitting, misfit
-from styrax.train.resume import said
+from styrax.train.resume import check_sets, said
 from styrax.train.rundir import RunDir, versions
 from styrax.train.shardings import batch_sharding, batch_shards
 from styrax.train.throughput import machine, model_flops
 from styrax.train.watchdog import Watchdog
+
+Told = Callable[[str, int, int | None], None]
+"""What is told of a piece of work: its name, how much is done, and of how much."""
 
 
 class Outcome(NamedTuple):
@@ -114,7 +117,9 @@ def train(
                 raise misfit(error, name) from error
             with progress_bar(console) as progress:
                 dataset = build_data(resolved, folder, progress, interrupts)
-            parts = compose(resolved, dataset)
+                held_out = build_sets(resolved, dataset, folder, progress, interrupts)
+            parts = compose(resolved, dataset)._replace(held_out=held_out)
+            check_sets(folder, sets := prints(held_out))
             check_sample(resolved, dataset)
             shards = 1 if parts.mesh is None else batch_shards(parts.mesh)
             for batch in announced(dataset):
@@ -127,7 +132,7 @@ def train(
                 sharding = batch_sharding(parts.mesh) if parts.mesh is not None else None
                 loader = dataset.loader(sharding=sharding)
                 tracker = make_trackers(config.trackers, folder) if lead else Trackers([])
-                facts = known(resolved, dataset)
+                facts = known(resolved, dataset) | ({"held_out": sets} if sets else {})
                 log, display = EventLog(folder, goodput, facts), Display(console, facts=facts)
                 begin = Begin(folder, resolved, dataset.tokenizer, source, tracker)
                 hooks = [begin, log, StopFile(folder.stop), display] if lead else []
@@ -211,18 +216,24 @@ class Begin(Hook):
         self._tracker.configure(self._resolved.to_dict())
 
 
-def build_data(
-    resolved: Resolved, folder: RunDir, progress: Callable[[str, int, int | None], None], interrupts: Interrupts
-) -> Any:
+def build_data(resolved: Resolved, folder: RunDir, progress: Told, interrupts: Interrupts) -> Any:
     """Build (or reuse) the data, stopping between two pieces of it when a signal came."""
+    return _built(lambda told: make_dataset(resolved, progress=told), folder, progress, interrupts)
 
+
+def build_sets(resolved: Resolved, dataset: Any, folder: RunDir, progress: Told, interrupts: Interrupts) -> Any:
+    """Build (or reuse) the held-out sets, likewise."""
+    return _built(lambda told: make_held_out(resolved, dataset, progress=told), folder, progress, interrupts)
+
+
+def _built(make: Callable[[Told], Any], folder: RunDir, progress: Told, interrupts: Interrupts) -> Any:
     def watched(label: str, done: int, total: int | None) -> None:
         interrupts.check(UNBEGUN)
         progress(label, done, total)
 
     try:
         with caching():
-            return make_dataset(resolved, progress=watched)
+            return make(watched)
     except UserError as error:
         before, here = folder.last_start().get("folder"), str(Path.cwd())
         if not folder.exists or before in (None, here):
@@ -232,6 +243,12 @@ def build_data(
             f"tokenizers) are relative to that folder; this is {here}. Start it from there",
         )
         raise
+
+
+def prints(held_out: Any) -> dict[str, str]:
+    """The fingerprints of held-out sets, by name, of those that have one."""
+    sets = held_out.items() if isinstance(held_out, Mapping) else ()
+    return {name: each.fingerprint for name, each in sets if name and hasattr(each, "fingerprint")}
 
 
 def check_sample(resolved: Resolved, dataset: Any) -> None:

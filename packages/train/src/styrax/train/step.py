@@ -144,10 +144,10 @@ def make_step(
         return grads, _report(value, out, order[0]), variables
 
     def accumulated_gradient(state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
-        pieces = jax.tree.map(lambda x: _cut(x, accumulate), batch)
+        pieces = jax.tree.map(lambda x: cut(x, accumulate), batch)
         root = stream(state.key, "step", state.step)
         rows = len(jax.tree.leaves(batch)[0])
-        parts = jnp.arange(accumulate), _cut(jnp.arange(rows), accumulate)
+        parts = jnp.arange(accumulate), cut(jnp.arange(rows), accumulate)
 
         # The divisors of the whole batch come first. They seldom depend on the parameters, and then XLA drops
         # the forward pass from this scan and only counts tokens.
@@ -215,6 +215,6 @@ def _report(value: Any, out: Mapping[str, Term], first: str) -> dict[str, Any]:
     return {"loss": value, **means, "tokens": jnp.asarray(out[first].weight, jnp.float32)}
 
 
-def _cut(x: Any, k: int) -> Any:
+def cut(x: Any, k: int) -> Any:
     """``[B, ...] -> [k, B/k, ...]`` by strides, so that rows stay on the device that holds them."""
     return jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1)

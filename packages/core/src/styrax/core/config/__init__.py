@@ -15,12 +15,13 @@ from styrax.core.lazy import lazy_exports
 if TYPE_CHECKING:
     from styrax.core.config.arguments import add_arguments, from_arguments
     from styrax.core.config.convert import build, check, mistakes
-    from styrax.core.config.schema import Choice, Recipe, Resolved, Schema, find_schema, read_config
+    from styrax.core.config.schema import Choice, Named, Recipe, Resolved, Schema, find_schema, read_config
     from styrax.core.config.toml import parse
 
 __all__ = [
     "Choice",
     "Fraction",
+    "Named",
     "NonNegative",
     "NonNegativeFloat",
     "Positive",
@@ -43,6 +44,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Choice": "schema",
+        "Named": "schema",
         "Recipe": "schema",
         "Resolved": "schema",
         "Schema": "schema",

@@ -67,7 +67,14 @@ def table(cls: type, tree: Any, path: str, problems: list[str], base: Any = None
         problems.append(f"{path}: expected table, got {literal(tree)}")
         return _FAILED
     before = len(problems)
-    known = types.hints(cls)
+    known, spelled = types.hints(cls), {}
+    for name, key in types.spellings(cls).items():
+        if key not in tree:
+            continue
+        if name in tree:
+            problems.append(f"{_dot(path, key)}: it says what {_dot(path, name)} says; leave one of them out")
+        spelled[name] = key
+        tree = {name if k == key else k: value for k, value in tree.items()}
     for key in tree:
         if key not in known:
             near = nearest(key, known)
@@ -76,7 +83,8 @@ def table(cls: type, tree: Any, path: str, problems: list[str], base: Any = None
     for name, annotation in known.items():
         fallback = types.default(cls, name) if base is None else getattr(base, name)
         if name in tree:
-            values[name] = _value(annotation, tree[name], _dot(path, name), problems, fallback)
+            here = _dot(path, spelled.get(name, name))
+            values[name] = _value(annotation, tree[name], here, problems, fallback)
         elif fallback is dataclasses.MISSING:
             problems.append(f"{_dot(path, name)}: missing, expected {types.words(annotation)}")
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from styrax.core import registry
 from styrax.core.config import convert, types
-from styrax.core.config.schema import Choice, Resolved, Schema, section_words
+from styrax.core.config.schema import Choice, Named, Resolved, Schema, section_words
 from styrax.core.errors import UsageError, nearest
 
 _UNSET = dataclasses.MISSING
@@ -85,12 +85,17 @@ def describe(schema: Schema, path: str, resolved: Resolved | None = None) -> Ent
     if not path:
         keys = [Entry(path=name, type=section_words(part)) for name, part in schema.sections.items()]
         return Entry(path="", type="sections", keys=keys)
-    name, *rest = path.split(".")
-    cls = schema.section_class(name, resolved.kinds.get(name) if resolved else None)
-    choice = schema.sections[name]
+    section, *rest = path.split(".")
+    name, choice, base = section, schema.sections.get(section), None
+    value: Any = resolved.sections.get(name, _UNSET) if resolved else _UNSET
+    if isinstance(choice, Named):
+        key, *rest = rest or ["NAME"]
+        name, value = f"{section}.{key}", _UNSET if value is _UNSET else value.get(key, _UNSET)
+    set_to = resolved.kinds.get(name, _UNSET) if resolved else _UNSET
+    meant = choice.implied.get(rest[0]) if isinstance(choice, Choice) and rest else None
+    cls = schema.section_class(section, meant or (None if set_to is _UNSET else set_to))
     kind = None
-    if isinstance(choice, Choice):
-        set_to = resolved.kinds.get(name, _UNSET) if resolved else _UNSET
+    if isinstance(choice, (Choice, Named)):
         kind = Entry(
             path=f"{name}.kind",
             type=f"one of {', '.join(registry.names(choice.group))}",
@@ -101,8 +106,10 @@ def describe(schema: Schema, path: str, resolved: Resolved | None = None) -> Ent
         if rest == ["kind"] or cls is None:
             return kind
     assert cls is not None
-    value = resolved.sections.get(name, _UNSET) if resolved else _UNSET
-    entry = _walk(cls, name, rest, value, None)
+    if isinstance(choice, Named):  # defaults are the section's, not the class's
+        base = convert.table(cls, choice.silent(cls, {}), name, [])
+        base = base if isinstance(base, cls) else None
+    entry = _walk(cls, name, rest, value, base)
     if kind and not rest:
         keys = [kind, *(key for key in entry.keys if key.path != kind.path)]
         return dataclasses.replace(entry, keys=keys)
@@ -116,6 +123,7 @@ def _walk(cls: type, path: str, rest: list[str], value: Any, base: Any) -> Entry
         keys = [_entry(cls, path, name, value, base) for name in known]
         return Entry(path=path, type=types.words(cls), doc=doc, keys=keys)
     key, *rest = rest
+    key = {spelling: name for name, spelling in types.spellings(cls).items()}.get(key, key)
     if key not in known:
         raise UsageError(f"{path}.{key}: unknown key{nearest(key, known)}; known: {', '.join(known)}")
     entry = _entry(cls, path, key, value, base)
@@ -152,5 +160,5 @@ def _entry(cls: type, path: str, name: str, value: Any, base: Any) -> Entry:
         constraint=types.constraint(annotation),
         doc=attributes(cls).get(name, ""),
         default=types.default(cls, name) if base is None else getattr(base, name),
-        value=_UNSET if value is _UNSET else getattr(value, name),
+        value=_UNSET if not hasattr(value, name) else getattr(value, name),
     )

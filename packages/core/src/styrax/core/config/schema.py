@@ -1,6 +1,7 @@
 """Which sections a run's file has, and what a file and overrides resolve to."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,42 @@ class Choice:
     Attributes:
         group: Such as `"styrax.models"`.
         default: The kind when none is named; `None` leaves the section out then.
+        implied: Key -> the kind that a section with this key has, without naming it.
     """
 
     group: str
     default: str | None = None
+    implied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A section of tables by name, `[section.NAME]`, each of which is a choice from an entry-point group.
+
+    Attributes:
+        group: Such as `"styrax.data"`.
+        default: The kind where a table names none.
+        like: An earlier section, from which a table takes some keys that it does not name.
+        keys: These, as far as the table's kind has them too.
+        defaults: Key -> value that stands in place of a kind's own default.
+    """
+
+    group: str
+    default: str
+    like: str
+    keys: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def taken(self, cls: type, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the plain values that a table of a class has from the other section where it does not say its own."""
+        known, like = types.hints(cls), sections.get(self.like)
+        return {key: convert.plain(getattr(like, key)) for key in self.keys if key in known and hasattr(like, key)}
+
+    def silent(self, cls: type, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the plain values of keys that a table does not name, where they are not the defaults of its class."""
+        known = types.hints(cls)
+        own = {key: value for key, value in self.defaults.items() if key in known}
+        return own | self.taken(cls, sections)
 
 
 @dataclass(frozen=True)
@@ -29,8 +62,8 @@ class Resolved:
     """A whole configuration: every section checked and complete.
 
     Attributes:
-        sections: Section -> its dataclass instance.
-        kinds: Section -> kind, for those that are a choice.
+        sections: Section -> its dataclass instance; of a section of tables, name -> instance.
+        kinds: Section -> kind, for those that are a choice; `section.name` for a table of a section of tables.
         schema: What the sections were checked against.
     """
 
@@ -56,20 +89,16 @@ class Resolved:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values: `schema.resolve(resolved.to_dict()) == resolved`."""
-        return {name: self._tagged(name, convert.plain(config)) for name, config in self.sections.items()}
+        """Give everything as plain values: `schema.resolve(resolved.to_dict()) == resolved`.
+
+        Tables of a `Named` section lack what they take from the other section, so that they go on taking it.
+        """
+        return self._by_section(self._whole)
 
     def diff(self) -> dict[str, Any]:
         """Give only what differs from the defaults; resolving it gives this again."""
-        result = {}
-        for name, config in self.sections.items():
-            part = convert.changed(config)
-            choice = self.schema.sections[name]
-            if isinstance(choice, Choice) and self.kinds[name] != choice.default:
-                part = self._tagged(name, part)
-            if part:
-                result[name] = part
-        return result
+        found = self._by_section(self._changed)
+        return {name: part for name, part in found.items() if part}
 
     def to_toml(self, all: bool = True) -> str:
         """Write TOML that resolves to this again.
@@ -79,10 +108,36 @@ class Resolved:
         """
         return toml.dumps(self.to_dict() if all else self.diff())
 
-    def _tagged(self, name: str, part: dict[str, Any]) -> dict[str, Any]:
-        if name not in self.kinds:
+    def _by_section(self, give: Callable[[str, Any], dict[str, Any]]) -> dict[str, Any]:
+        result = {}
+        for name, config in self.sections.items():
+            if not isinstance(self.schema.sections[name], Named):
+                result[name] = give(name, config)
+            elif config:
+                result[name] = {key: give(f"{name}.{key}", each) for key, each in config.items()}
+        return result
+
+    def _whole(self, path: str, config: Any) -> dict[str, Any]:
+        section, part = self.schema.sections[path.partition(".")[0]], convert.plain(config)
+        if isinstance(section, Named):
+            taken = section.taken(type(config), self.sections)
+            part = {key: value for key, value in part.items() if key not in taken or value != taken[key]}
+        return self._tagged(path, part)
+
+    def _changed(self, path: str, config: Any) -> dict[str, Any]:
+        name = path.partition(".")[0]
+        section, part = self.schema.sections[name], convert.changed(config)
+        if isinstance(section, Named):
+            silent, mine = section.silent(type(config), self.sections), convert.plain(config)
+            part = {k: value for k, value in part.items() if k not in silent}
+            part |= {k: mine[k] for k, value in silent.items() if mine[k] != value}
+        default = isinstance(section, (Choice, Named)) and self.kinds[path] == section.default
+        return part if default else self._tagged(path, part)
+
+    def _tagged(self, path: str, part: dict[str, Any]) -> dict[str, Any]:
+        if path not in self.kinds:
             return part
-        return {"kind": self.kinds[name], **{key: value for key, value in part.items() if key != "kind"}}
+        return {"kind": self.kinds[path], **{key: value for key, value in part.items() if key != "kind"}}
 
 
 @dataclass(frozen=True)
@@ -90,12 +145,12 @@ class Schema:
     """The sections of a kind of run; an entry point in `styrax.schemas`.
 
     Attributes:
-        sections: Name -> config dataclass, or a `Choice` of one by kind.
+        sections: Name -> config dataclass, a `Choice` of one by kind, or `Named` tables of these.
         misfits: Given the resolved sections by name, a line for each problem that no section sees alone. It is asked
             by `Resolved.check`, not when an old run is read, which may lack what only training needs.
     """
 
-    sections: Mapping[str, type | Choice]
+    sections: Mapping[str, type | Choice | Named]
     misfits: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
 
     def section_class(self, name: str, kind: str | None = None) -> type | None:
@@ -116,7 +171,7 @@ class Schema:
                 f"{name}: unknown section{nearest(name, self.sections)}; known: {', '.join(self.sections)}"
             )
         section = self.sections[name]
-        if not isinstance(section, Choice):
+        if not isinstance(section, (Choice, Named)):
             return section
         kind = kind or section.default
         return None if kind is None else registry.resolve(section.group, kind)
@@ -153,23 +208,42 @@ class Schema:
             if not isinstance(given, Mapping):
                 problems.append(f"{name}: expected table, got {toml.literal(given)}")
                 continue
-            cls: Any = section
-            if isinstance(section, Choice):
-                kind = given.get("kind", section.default)
-                kind = kind.text if isinstance(kind, toml.Bare) else kind
-                if kind is None and not given:
-                    continue
-                cls = self._chosen(name, section, kind, problems)
-                if cls is None:
-                    continue
-                kinds[name] = str(kind)
-                given = {key: value for key, value in given.items() if key != "kind"}
-            sections[name] = convert.table(cls, given, name, problems)
+            if isinstance(section, Named):
+                sections[name] = {}
+                for key, part in given.items():
+                    path = f"{name}.{key}"
+                    if not re.fullmatch(r"[\w-]+", key):
+                        problems.append(f"{name}.{toml.literal(key)}: expected a name of letters, digits, _ and -")
+                    elif not isinstance(part, Mapping):
+                        problems.append(f"{path}: expected table, got {toml.literal(part)}")
+                    elif (cls := self._chosen(path, section, part, problems, kinds)) is not None:
+                        part = {**section.silent(cls, sections), **_untagged(part)}
+                        sections[name][key] = convert.table(cls, part, path, problems)
+            elif not isinstance(section, Choice):
+                sections[name] = convert.table(section, given, name, problems)
+            elif given or section.default is not None:
+                cls = self._chosen(name, section, given, problems, kinds)
+                if cls is not None:
+                    sections[name] = convert.table(cls, _untagged(given), name, problems)
         if problems:
             raise UsageError("\n".join(problems))
         return Resolved(sections, kinds, self)
 
-    def _chosen(self, name: str, choice: Choice, kind: Any, problems: list[str]) -> type | None:
+    def _chosen(
+        self, name: str, choice: Choice | Named, given: Mapping[str, Any], problems: list[str], kinds: dict[str, str]
+    ) -> type | None:
+        implied = choice.implied if isinstance(choice, Choice) else {}
+        means = {key: implied[key] for key in given if key in implied}
+        kind = given.get("kind", next(iter(means.values()), choice.default))
+        kind = kind.text if isinstance(kind, toml.Bare) else kind
+        against = [key for key, meant in means.items() if meant != kind]
+        for key in against:
+            named = toml.literal(kind)
+            problems.append(
+                f"{name}.{key}: it means kind = {toml.literal(means[key])}, and {name}.kind is {named}; leave one out"
+            )
+        if against:
+            return None
         if not isinstance(kind, str):
             offered = registry.names(choice.group)
             got = "missing" if kind is None else f"got {toml.literal(kind)}"
@@ -183,7 +257,12 @@ class Schema:
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             problems.append(f"{name}.kind: {kind!r} in {choice.group} is {cls!r}, not a config dataclass")
             return None
+        kinds[name] = kind
         return cls
+
+
+def _untagged(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if key != "kind"}
 
 
 class Readable(Protocol):
@@ -275,4 +354,6 @@ def _beside(name: str) -> str:
 
 def section_words(section: Any) -> str:
     """Say what a section is, for a list of sections."""
+    if isinstance(section, Named):
+        return f"tables by name, each of a kind from {section.group}"
     return f"kind from {section.group}" if isinstance(section, Choice) else types.words(section)

@@ -29,6 +29,15 @@ def hints(cls: type) -> dict[str, Any]:
     return {field.name: resolved[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
+@functools.cache
+def spellings(cls: type) -> dict[str, str]:
+    """Give the other names by which files may call fields, by field: `field(metadata={"spelling": "from"})`.
+
+    For words that Python keeps for itself. The field's own name is right too.
+    """
+    return {field.name: field.metadata["spelling"] for field in dataclasses.fields(cls) if "spelling" in field.metadata}
+
+
 def default(cls: type, name: str) -> Any:
     """Give a field's default, or `dataclasses.MISSING`."""
     field = next(field for field in dataclasses.fields(cls) if field.name == name)

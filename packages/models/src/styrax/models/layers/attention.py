@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ class Scope(NamedTuple):
         slots: Where in the cache this call's keys go, -1 for nowhere; `None` without a cache.
         lent: Keys and values of earlier layers for those that have none of their own, by the name of their kind.
         attention: Which implementation computes it, or "auto"; see `styrax.models.attention`.
+        watch: Is shown each block's activations, and gives what the block then reports; see
+            `styrax.models.activations`. `None` costs nothing.
     """
 
     reach: dict[str, Reach]
@@ -58,6 +60,7 @@ class Scope(NamedTuple):
     slots: Int[Array, "batch seq"] | None = None
     lent: Mapping[str, tuple[Array, Array]] | None = None
     attention: str = "auto"
+    watch: Callable[..., Any] | None = None
 
 
 class Attention(nnx.Module):

@@ -80,6 +80,7 @@ def show(found: Any, top: int) -> None:
     print(f"{'norms by gradient':<48}{'parameter':>12}{'gradient':>12}{'update':>12}")
     for path, norms in rows[:top]:
         print(f"  {path:<46}" + "".join(f"{cell(norms[kind]):>12}" for kind in ("parameter", "gradient", "update")))
+    tell_activations(found, top)
     if found.not_finite:
         first, count = next(iter(found.not_finite.items()))
         print(f"not finite: {len(found.not_finite)} tensors; the first is {first} ({count} numbers)")
@@ -87,6 +88,24 @@ def show(found: Any, top: int) -> None:
             print(f"  {name} ({count})")
     if found.first_nan:
         print(f"first NaN: {found.first_nan}")
+
+
+def tell_activations(found: Any, top: int) -> None:
+    """Print the activations, those with the largest number first; of several layers the largest, with its number."""
+    if found.no_activations:
+        print(f"activations: n/a ({found.no_activations})")
+        return
+    rows = sorted(found.activations.items(), key=lambda item: (-worst(item[1]["not_finite"]), -largest(item[1]["max"])))
+    kinds = {"rms": "rms", "max": "max", "zeros": "zeros", "not_finite": "not finite"}
+    print(f"{'activations by largest':<48}" + "".join(f"{name:>12}" for name in kinds.values()))
+    for path, stats in rows[:top]:
+        layers = stats.get("layer")
+        print(f"  {path:<46}" + "".join(f"{cell(stats[kind], layers):>12}" for kind in kinds))
+
+
+def worst(shares: float | list[float]) -> float:
+    """Whether any of some shares is above 0, as a number to sort by."""
+    return float(largest(shares) > 0)
 
 
 def place(each: dict[str, Any]) -> str:
@@ -101,9 +120,13 @@ def largest(norm: float | list[float]) -> float:
     return max((math.inf if not math.isfinite(value) else value for value in values), default=0.0)
 
 
-def cell(norm: float | list[float]) -> str:
-    """One norm, or the largest of the layers' with its number."""
+def cell(norm: float | list[float], layers: list[int] | None = None) -> str:
+    """One norm, or the largest of the layers' with its number.
+
+    >>> cell(0.5), cell([1.0, 3.0]), cell([1.0, 3.0], [0, 4])
+    ('0.5', '3 @1', '3 @4')
+    """
     if not isinstance(norm, list):
         return f"{norm:.3g}"
     which = max(range(len(norm)), key=lambda i: largest(norm[i]))
-    return f"{norm[which]:.3g} @{which}"
+    return f"{norm[which]:.3g} @{layers[which] if layers else which}"
