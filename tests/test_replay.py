@@ -61,6 +61,17 @@ def test_a_step_is_made_again_bit_for_bit(recorded, step, start):
     assert before == after
 
 
+def test_documents_add_up_with_micro_batches_and_dropout(styrax):
+    """What a row drops goes by its number in the whole batch, in the step and where its losses are told apart."""
+    folder = RunDir(styrax.folder / "parts")
+    folder.create()
+    train(resolved(styrax, data__batch_size=16, train__accumulate=2, train__steps=2), folder, quiet=True)
+    found = replay(folder, 2)
+    tokens = sum(each["tokens"] for each in found.documents)
+    mean = sum(each["loss"] * each["tokens"] for each in found.documents) / tokens
+    assert mean == pytest.approx(found.metrics["loss"], rel=1e-5)
+
+
 def test_what_is_told_of_a_step_adds_up_to_what_was_recorded(recorded, styrax):
     found = replay(recorded, 7)
     line = next(line for line in recorded.read_metrics() if line["step"] == 7)

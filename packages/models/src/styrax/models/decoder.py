@@ -133,6 +133,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         cache: KVCache | None = None,
         rngs: nnx.Rngs | None = None,
+        row_ids: Int[Array, " batch"] | None = None,
     ) -> Float[Array, "batch seq vocab"] | tuple[Float[Array, "batch seq vocab"], KVCache]:
         """Predict the token after each token.
 
@@ -145,6 +146,7 @@ class Decoder(nnx.Module):
                 ids only tell padding, which takes no slot.
             cache: Tokens seen before, from `init_cache` or an earlier call.
             rngs: Turns dropout on; gives one `dropout` key.
+            row_ids: As for `losses`.
 
         Returns:
             Logits in the policy's output dtype; with a cache, the logits and the new cache.
@@ -153,9 +155,8 @@ class Decoder(nnx.Module):
             UserError: Shapes do not fit, or the cache has no room. Inside `jax.jit` room is known only up to
                 the cache's whole length; beyond it, a row's logits are NaN.
         """
-        x, new, _ = self.hidden(
-            self.blocks(), tokens, positions=positions, segment_ids=segment_ids, cache=cache, rngs=rngs
-        )
+        given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "rngs": rngs, "row_ids": row_ids}
+        x, new, _ = self.hidden(self.blocks(), tokens, cache=cache, **given)
         logits = self.logits(x)
         return logits if new is None else (logits, new)
 

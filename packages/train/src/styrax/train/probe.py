@@ -18,7 +18,7 @@ from jax.experimental import checkify
 from styrax.core import UserError, tree
 from styrax.core.random import stream
 from styrax.train.loss import cross_entropy, next_token_loss
-from styrax.train.step import Loss, Metrics, TrainState, cut, make_step
+from styrax.train.step import Loss, Metrics, TrainState, cut, drawn, make_step
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -156,19 +156,21 @@ class Prober:
         """
         root = stream(state.key, "step", state.step)
 
-        def objective(params: Any, piece: Any, key: Any) -> Any:
+        def objective(params: Any, piece: Any, part: Any) -> Any:
             model = nnx.merge(self._graphdef, params, state.variables)
+            piece, key = drawn(self._loss, model, piece, root, part)
             out = self._loss(model, piece, nnx.Rngs(dropout=stream(key, "dropout")))
             return sum(term.coef * term.total / jnp.maximum(term.weight, 1.0) for term in out.values() if term.coef)
 
         for number in range(self._accumulate):
-            key = root if self._accumulate == 1 else stream(root, "micro", number)
             piece = {name: np.asarray(x)[number :: self._accumulate] for name, x in batch.items()}
+            rows = len(next(iter(batch.values())))
+            part = None if self._accumulate == 1 else (number, np.arange(rows)[number :: self._accumulate])
             for function in (objective, jax.grad(objective)):
                 try:
                     with self._meshed():
                         checked = jax.jit(checkify.checkify(function, errors=checkify.nan_checks))
-                        error = checked(state.params, piece, key)[0]
+                        error = checked(state.params, piece, part)[0]
                 except Exception:  # not every operation can be checked, and this is only a help
                     continue
                 if error.get() is not None:
@@ -184,10 +186,8 @@ class Prober:
         def watch(inputs: Any) -> Any:
             piece, row_ids, index = inputs
             model: Any = nnx.merge(self._graphdef, state.params, state.variables)
-            by_row = "row_ids" in inspect.signature(model.activations).parameters
-            key = root if by_row or k == 1 else stream(root, "micro", index)
-            given = {**piece, **({"row_ids": row_ids} if by_row else {})}
-            return model.activations(**given, rngs=nnx.Rngs(dropout=stream(key, "dropout")))
+            given, key = drawn(self._loss, model, piece, root, None if k == 1 else (index, row_ids))
+            return model.activations(**_taken(model.activations, given), rngs=nnx.Rngs(dropout=stream(key, "dropout")))
 
         return jax.lax.map(watch, (pieces, rows, jnp.arange(k)))
 
@@ -195,17 +195,19 @@ class Prober:
         root, k = stream(state.key, "step", state.step), self._accumulate
 
         def losses(inputs: Any) -> Any:
-            piece, index = inputs
-            model = nnx.merge(self._graphdef, state.params, state.variables)
-            key = root if k == 1 else stream(root, "micro", index)
-            named = {"positions": piece.get("positions"), "segment_ids": piece.get("segment_ids")}
+            piece, part = inputs
+            model: Any = nnx.merge(self._graphdef, state.params, state.variables)
+            given, key = drawn(self._loss, model, piece, root, part)
+            names = ("positions", "segment_ids", "row_ids")
+            named = _taken(model, {name: given.get(name) for name in names})
             logits = model(piece["tokens"], **named, rngs=nnx.Rngs(dropout=stream(key, "dropout")))
             return jnp.where(piece["loss_mask"] > 0, cross_entropy(logits, piece["targets"]), 0.0)
 
         if k == 1:
-            return losses((batch, jnp.zeros((), jnp.int32)))
+            return losses((batch, None))
         pieces = jax.tree.map(lambda x: cut(x, k), batch)
-        found = jax.lax.map(losses, (pieces, jnp.arange(k)))
+        parts = jnp.arange(k), cut(jnp.arange(len(batch["tokens"])), k)
+        found = jax.lax.map(losses, (pieces, parts))
         return jnp.swapaxes(found, 0, 1).reshape(-1, found.shape[-1])
 
     def _norms(self, values: Any) -> dict[str, Any]:
@@ -245,6 +247,12 @@ def _frames(error: Any) -> str:
     lines = [line.strip() for line in str(getattr(error, "traceback_info", None) or "").splitlines()]
     own = [line for line in lines if not _UPSTREAM.search(line) and not line.startswith(__file__)]
     return "at " + ", called by ".join(own[:3]) if own else ""
+
+
+def _taken(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the numbers of rows where they are not asked for."""
+    asked = "row_ids" in inspect.signature(function).parameters
+    return {name: value for name, value in given.items() if asked or name != "row_ids"}
 
 
 def _counts(values: Any) -> dict[str, Array]:

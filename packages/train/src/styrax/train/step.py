@@ -125,11 +125,7 @@ def make_step(
 
     def terms(params: Any, variables: Any, batch: Any, key: Any, part: Any = None) -> tuple[dict[str, Term], Any]:
         model = nnx.merge(graphdef, params, variables)
-        if part is not None:  # a micro-batch: its number, and those of its rows in the batch
-            if getattr(loss, "draws_by_row", lambda model: False)(model):
-                batch = {**batch, "row_ids": part[1]}
-            else:
-                key = stream(key, "micro", part[0])
+        batch, key = drawn(loss, model, batch, key, part)
         rngs = nnx.Rngs(**{name: stream(key, name) for name in rng_streams}) if rng_streams else None
         out = check_terms(loss(model, batch, rngs), accumulate)
         order[:] = out
@@ -213,6 +209,26 @@ def _report(value: Any, out: Mapping[str, Term], first: str) -> dict[str, Any]:
     if "loss" in means:  # the first term keeps its name only where it is the whole objective
         means["loss_term"] = means.pop("loss")
     return {"loss": value, **means, "tokens": jnp.asarray(out[first].weight, jnp.float32)}
+
+
+def drawn(loss: Loss, model: nnx.Module, batch: Any, key: Any, part: Any) -> tuple[Any, Any]:
+    """Say what the dropout of a batch, or of a micro-batch, is drawn by.
+
+    Args:
+        loss: Whose attribute ``draws_by_row``, if it has one, tells whether rows draw by their number.
+        model: Which it asks.
+        batch: All of it, or the rows of a micro-batch.
+        key: The step's.
+        part: Of a micro-batch its number, and the numbers of its rows in the batch; None for all of it.
+
+    Returns:
+        The batch, perhaps with ``row_ids``, and the key.
+    """
+    if part is None:
+        return batch, key
+    if getattr(loss, "draws_by_row", lambda model: False)(model):
+        return {**batch, "row_ids": part[1]}, key
+    return batch, stream(key, "micro", part[0])
 
 
 def cut(x: Any, k: int) -> Any:
