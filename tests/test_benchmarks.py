@@ -63,6 +63,15 @@ def test_models_forward_runs():
 
 
 @pytest.mark.slow
+def test_pipeline_memory_runs():
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "pipeline_memory.py", "--quick"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\ngpipe, recompute_stages ") == 2 and done.stdout.count("\n1f1b ") == 2
+
+
+@pytest.mark.slow
 def test_train_step_runs():
     done = subprocess.run(
         [sys.executable, PROGRAMS / "train_step.py", "--quick"], capture_output=True, text=True, timeout=600

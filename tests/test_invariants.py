@@ -132,8 +132,9 @@ def test_every_mesh_is_one_device(whole, name, axes):
 
 
 @pytest.mark.slow
-def test_accumulation_on_a_mesh_with_interleaved_stages(whole):
-    config = dataclasses.replace(DENSE, runtime=Runtime(microbatches=2, repeats=2))
+@pytest.mark.parametrize("schedule", [{"repeats": 2}, {"schedule": "1f1b"}], ids=["interleaved", "1f1b"])
+def test_accumulation_on_a_mesh_with_stages(whole, schedule):
+    config = dataclasses.replace(DENSE, runtime=Runtime(microbatches=2, **schedule))
     same(step_of(config, axes={"stage": 2, "data": 2, "tensor": 2}, accumulate=2), whole["dense"])
 
 

@@ -29,6 +29,17 @@ def test_of_a_mesh_that_is_not_here():
 
 
 @pytest.mark.slow
+def test_of_a_pipeline_how_it_is_filled():
+    overrides = ("mesh.axes={stage=4,data=2}", 'model.runtime.schedule="1f1b"', "model.runtime.microbatches=16")
+    done = show("quickstart", "--on", "cpu:8", "--json", *overrides, "data.batch_size=32")
+    assert done.returncode == 0, done.stderr
+    (line,) = [note for note in json.loads(done.stdout)["notes"] if note.startswith("pipeline: ")]
+    assert "1f1b, 4 stages, 16 microbatches: a stage waits 15.8 % of the time" in line
+    done = show("quickstart", "--on", "cpu:8", *overrides[:2], "model.runtime.microbatches=5", "data.batch_size=32")
+    assert done.returncode != 0 and "expected a divisor of 16 rows on each device, got 5" in done.stderr
+
+
+@pytest.mark.slow
 def test_for_people_and_for_a_mesh_that_does_not_fit():
     done = show("quickstart", "--on", "cpu:8", "mesh.axes={data=8}", "--all")
     assert done.returncode == 0, done.stderr

@@ -16,8 +16,10 @@ from styrax.models.sharding import LogicalAxes, decoder_axes
 
 if TYPE_CHECKING:
     from flax import nnx
+    from jax.sharding import AbstractMesh, Mesh
 
     from styrax.models.decoder import Decoder
+    from styrax.models.pipeline import Schedule
 
 _MLP_MULTIPLE = 64
 
@@ -74,9 +76,15 @@ class Runtime:
             takes the most that divide them, up to four for each stage.
         repeats: How often a pipeline goes round its stages, each holding as many runs of layers: more of it makes
             the pipeline wait less, and send more.
+        schedule: "gpipe" sends all microbatches forward, and then all back. "1f1b" goes back through one after it has
+            sent another forward: its memory does not grow with their number, and it computes more; see
+            `styrax.models.pipeline_1f1b`. Several repeats need the first.
+        recompute_stages: Keep of each microbatch only what enters a stage, and in the backward pass compute the stage
+            once more. "1f1b" always does.
 
     Raises:
-        ValueError: A value is of the wrong type or out of its limits, or there is no such attention.
+        ValueError: A value is of the wrong type or out of its limits, values do not fit together, or there is no such
+            attention.
 
     Example:
         >>> Runtime(attention="splash").microbatches
@@ -86,16 +94,25 @@ class Runtime:
     attention: str = AUTO
     microbatches: NonNegative = 0
     repeats: Positive = 1
+    schedule: Literal["gpipe", "1f1b"] = "gpipe"
+    recompute_stages: bool = False
 
     def __post_init__(self) -> None:
         problems = []
-        for look in (lambda: check(self), lambda: check_name(self.attention)):
+        for look in (lambda: check(self), lambda: check_name(self.attention), self._check_repeats):
             try:
                 look()
             except ValueError as error:
                 problems.append(str(error))
         if problems:
             raise ValueError("\n".join(problems))
+
+    def _check_repeats(self) -> None:
+        if self.schedule == "1f1b" and self.repeats != 1:
+            raise ValueError(
+                f'repeats: expected 1 with schedule = "1f1b", which does not interleave runs of layers, got '
+                f'{self.repeats}; take schedule = "gpipe" to go round more often'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +302,22 @@ class DecoderConfig:
     def logical_axes(self) -> LogicalAxes:
         """Name the axes of every parameter, by path."""
         return decoder_axes(self)
+
+    def pipeline(self, *, rows: int, mesh: Mesh | AbstractMesh) -> Schedule | None:
+        """Tell how a pipeline over stages is filled; `None` on a mesh without stages.
+
+        Args:
+            rows: Of a batch, or of the part of it that is computed at once.
+            mesh: With an axis `stage`.
+
+        Raises:
+            UserError: Layers or rows do not divide; all problems are listed.
+        """
+        from styrax.models.layers.meshes import Here
+        from styrax.models.pipeline import AXIS, schedule
+
+        here = Here(mesh, dict(mesh.shape))
+        return schedule(self.runtime, self.plan[1], rows, here) if here.free.get(AXIS, 1) > 1 else None
 
     def train_flops_per_token(self, *, vocab_size: int, length: int) -> dict[str, float]:
         """Count the arithmetic of training on a token, by the two conventions in use; see `styrax.models.cost`.

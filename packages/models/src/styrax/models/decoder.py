@@ -242,6 +242,7 @@ class Decoder(nnx.Module):
             return step_in(self.scope(tokens, given[0], given[1], None), given[2])
 
         shared: dict[str, Any] = {"plan": plan, "here": here, "remat": remat}
+        shared["recompute_stages"] = config.runtime.recompute_stages
         return pipeline.run_pipelined(make_step, segments[0], self._stacks(), x, given, **shared)
 
     def scope(self, tokens: Array, positions: Array | None, segment_ids: Array | None, cache: KVCache | None) -> Scope:

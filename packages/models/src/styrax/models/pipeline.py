@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from styrax.core import UserError
+from styrax.models import pipeline_1f1b
 from styrax.models.layers.fence import rows
 from styrax.models.layers.meshes import Here
 from styrax.models.stack import Step, Turn, recomputed
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 
     from styrax.models.config import Runtime
     from styrax.models.layout import Segment
+    from styrax.models.pipeline_1f1b import Layers
 
-AXIS = "stage"
+AXIS = pipeline_1f1b.AXIS
+_ENTERS = "enters a layer"
 
 
 class Schedule(NamedTuple):
@@ -32,11 +36,13 @@ class Schedule(NamedTuple):
         stages: Devices along the mesh axis `stage`.
         microbatches: Parts that the rows of a batch are cut into.
         repeats: Runs of layers that each stage holds.
+        kind: "gpipe", which with several repeats is interleaved, or "1f1b".
     """
 
     stages: int
     microbatches: int
     repeats: int
+    kind: str = "gpipe"
 
     @property
     def ticks(self) -> int:
@@ -45,12 +51,35 @@ class Schedule(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which a stage waits.
+        """The part of the time in which a stage waits; the same in all passes, forward and backward.
 
         >>> Schedule(stages=4, microbatches=8, repeats=1).bubble
         0.2727272727272727
         """
         return (self.stages - 1) / self.ticks
+
+    @property
+    def in_flight(self) -> int:
+        """Turns of microbatches of which a stage holds activations when it holds the most.
+
+        >>> Schedule(4, 16, 1).in_flight, Schedule(4, 16, 1, "1f1b").in_flight
+        (19, 7)
+        """
+        return self.ticks if self.kind == "gpipe" else 2 * self.stages - 1
+
+    def __str__(self) -> str:
+        """Say it in a line.
+
+        >>> print(Schedule(4, 16, 1, "1f1b"))
+        1f1b, 4 stages, 16 microbatches: a stage waits 15.8 % of the time, and holds 7 of them at once
+        >>> print(Schedule(4, 8, 2))
+        gpipe, 4 stages, 2 times round, 8 microbatches: a stage waits 15.8 % of the time, and holds 19 of them at once
+        """
+        turns = f", {self.repeats} times round" if self.repeats > 1 else ""
+        return (
+            f"{self.kind}, {self.stages} stages{turns}, {self.microbatches} microbatches: a stage waits "
+            f"{100 * self.bubble:.1f} % of the time, and holds {self.in_flight} of them at once"
+        )
 
 
 def schedule(runtime: Runtime, segments: Sequence[Segment], batch: int, here: Here) -> Schedule:
@@ -87,7 +116,7 @@ def schedule(runtime: Runtime, segments: Sequence[Segment], batch: int, here: He
         )
     if problems:
         raise UserError(f"pipeline over {stages} stages:\n  " + "\n  ".join(problems))
-    return Schedule(stages, count, runtime.repeats)
+    return Schedule(stages, count, runtime.repeats, runtime.schedule)
 
 
 def run_pipelined(
@@ -100,6 +129,7 @@ def run_pipelined(
     plan: Schedule,
     here: Here,
     remat: Any,
+    recompute_stages: bool = False,
 ) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...]]:
     r"""Send a batch through layers that are split over the mesh axis `stage`.
 
@@ -107,6 +137,7 @@ def run_pipelined(
     sends microbatch $(t - s) \bmod M$ through its run number $\lfloor (t - s) / M \rfloor$, and hands the result to
     the next stage. The backward pass goes the same way back. With one repeat this is GPipe; more of them interleave
     the runs of layers, so that stages wait less. Stored in order, layers are brought to their stages once a step.
+    The schedule "1f1b" is that of `styrax.models.pipeline_1f1b`.
 
     Source: Huang et al., "GPipe" (2019), section 2.3; Narayanan et al., "Efficient Large-Scale Language Model
     Training" (2021), section 2.2, for interleaved runs.
@@ -120,39 +151,45 @@ def run_pipelined(
         plan: From `schedule`.
         here: The mesh.
         remat: As for `run_scanned`.
+        recompute_stages: Keep of each microbatch only what enters a stage, and compute the stage once more.
 
     Returns:
         The residual stream after all layers, and for each stack its reports, stacked.
     """
-    stages, count, repeats = plan
+    stages, count, repeats, kind = plan
     each = segment.repeats // (stages * repeats)
-    cycle = len(segment.stacks)
     parts = [
         jax.tree.map(lambda leaf: leaf.reshape(repeats, stages, each, *leaf.shape[1:]), blocks[number])
         for number in segment.stacks
     ]
     whole = x.shape[0] // count
     scattered = AXIS in here.axes("batch", x.shape[0]) and whole % stages == 0
+    layers = _layers(make_step, segment, each, remat)
+    given = jax.tree.map(lambda leaf: _cut(leaf, count), given)
+    if kind == "1f1b":
+        ways = here.ways(tuple(axis for axis in here.axes("batch", x.shape[0]) if axis != AXIS))
+        sharded = scattered and whole % (ways * stages) == 0
+        out, found = pipeline_1f1b.run(layers, parts, x, given, plan=plan, mesh=here.mesh, ways=ways if sharded else 0)
+        return out, jax.tree.map(lambda leaf: _joined(leaf, segment.repeats, whole), found)
+
+    def chosen(parts: Any, given: Any, at: Array, number: Array, stage: Array, x: Array) -> tuple[Array, Any]:
+        # A place that the compiler knows makes layers the same in all ticks: the backward pass keeps no copy of each.
+        held = jax.tree.map(lambda leaf: leaf[at if repeats > 1 else 0], parts)
+        return layers(held, jax.tree.map(lambda leaf: leaf[number], given), at * stages + stage, x)
+
+    if recompute_stages:
+        chosen = jax.checkpoint(chosen, prevent_cse=False)
+    elif repeats > 1 and remat is not None and remat is not False:
+        # Layers of several runs do differ from tick to tick. What enters a layer is kept, and they are not; with
+        # nothing recomputed they are.
+        keep = jax.checkpoint_policies.save_only_these_names(_ENTERS)
+        keep = keep if remat is True else jax.checkpoint_policies.save_from_both_policies(keep, remat)
+        chosen = jax.checkpoint(chosen, prevent_cse=False, policy=keep)
+
+    dtype, wide = x.dtype, pipeline_1f1b.sum_dtype(x)
 
     def local(parts: Any, x: Array, given: Any, stage: Array) -> tuple[Array, Any]:
-        parts, stage = jax.tree.map(lambda leaf: leaf[:, 0], parts), stage[0]
-
-        def run(at: Array, number: Array, x: Array) -> tuple[Array, Any]:
-            step = recomputed(make_step(jax.tree.map(lambda leaf: leaf[number], given)), remat, prevent_cse=False)
-
-            def body(flat: Array, over: Any) -> tuple[Array, Any]:
-                held, index = over
-                found = []
-                for place, block in enumerate(held):
-                    repeat = (at * stages + stage) * each + index
-                    turn = Turn(segment.first + repeat * cycle + place, repeat, None, {})
-                    flat, _, report, _ = step(block, turn, flat, None)
-                    found.append(report)
-                return flat, tuple(found)
-
-            held = jax.tree.map(lambda leaf: leaf[at], parts)
-            flat, found = jax.lax.scan(body, rows(x), (held, jnp.arange(each)))
-            return flat.reshape(x.shape), found
+        parts, stage, x = jax.tree.map(lambda leaf: leaf[:, 0], parts), stage[0], x.astype(dtype)
 
         def tick(state: Any, time: Array) -> tuple[Any, Any]:
             arrived, waiting = state
@@ -161,13 +198,13 @@ def run_pipelined(
             if repeats > 1:  # what comes back to the first stage waits for its turn there
                 waiting = waiting.at[(time - stages) % count].set(arrived)
             first = jnp.where(at == 0, x[number], waiting[number]) if repeats > 1 else x[number]
-            out, found = run(at, number, jnp.where(stage == 0, first, arrived))
+            out, found = chosen(parts, given, at, number, stage, jnp.where(stage == 0, first, arrived))
             ring = [(source, (source + 1) % stages) for source in range(stages)]
             return (jax.lax.ppermute(out, AXIS, ring), waiting), (out, found)
 
         start = jnp.zeros_like(x[0]), jnp.zeros_like(x) if repeats > 1 else None
         _, (out, found) = jax.lax.scan(tick, start, jnp.arange(plan.ticks))
-        out = jnp.where(stage == stages - 1, out[-count:], 0)
+        out = jnp.where(stage == stages - 1, out[-count:], 0).astype(wide)
         if scattered:
             out = jax.lax.psum_scatter(out, AXIS, scatter_dimension=1, tiled=True)
         else:
@@ -182,10 +219,32 @@ def run_pipelined(
         axis_names={AXIS},
         check_vma=False,
     )
-    given = jax.tree.map(lambda leaf: _cut(leaf, count), given)
-    out, found = run(parts, _cut(x, count), given, jnp.arange(stages))
+    out, found = run(parts, _cut(x, count).astype(wide), given, jnp.arange(stages))
     reports = jax.tree.map(lambda leaf: _joined(leaf, segment.repeats, whole), found)
-    return jnp.swapaxes(out, 0, 1).reshape(x.shape), reports
+    return jnp.swapaxes(out, 0, 1).reshape(x.shape).astype(dtype), reports
+
+
+def _layers(make_step: Callable[[Any], Step], segment: Segment, each: int, remat: Any) -> Layers:
+    """Make what sends one microbatch through one run of `each` cycles of layers."""
+    cycle = len(segment.stacks)
+
+    def layers(held: Any, given: Any, run: Array, x: Array) -> tuple[Array, Any]:
+        step = recomputed(make_step(given), remat, prevent_cse=False)
+
+        def body(flat: Array, over: Any) -> tuple[Array, Any]:
+            held, index = over
+            found = []
+            for place, block in enumerate(held):
+                repeat = run * each + index
+                turn = Turn(segment.first + repeat * cycle + place, repeat, None, {})
+                flat, _, report, _ = step(block, turn, checkpoint_name(flat, _ENTERS), None)
+                found.append(report)
+            return flat, tuple(found)
+
+        flat, found = jax.lax.scan(body, rows(x), (held, jnp.arange(each)))
+        return flat.reshape(x.shape), found
+
+    return layers
 
 
 def _cut(x: Array, count: int) -> Array:

@@ -15,8 +15,10 @@ from styrax.models.sharding import LogicalAxes
 
 if TYPE_CHECKING:
     from flax import nnx
+    from jax.sharding import AbstractMesh, Mesh
 
     from styrax.models.decoder import Decoder
+    from styrax.models.pipeline import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,10 @@ class PretrainedConfig:
         given: dict[str, Any] = {"rules": rules or DEFAULT_RULES, "mtp": self.mtp, **dtypes, **changes}
         made = from_pretrained(self.folder, mesh=mesh, **given)
         return freeze(made, *self.freeze) if self.freeze else made
+
+    def pipeline(self, *, rows: int, mesh: Mesh | AbstractMesh) -> Schedule | None:
+        """Tell how a pipeline over stages is filled; as for a decoder."""
+        return self.decoder.pipeline(rows=rows, mesh=mesh)
 
     def logical_axes(self) -> LogicalAxes:
         """Name the axes of every parameter, by path."""

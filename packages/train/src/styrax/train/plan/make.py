@@ -96,6 +96,9 @@ def case_of(resolved: Resolved, topology: Topology, *, vocab_size: int | None = 
         metrics=sections["optim"].metrics,
         seed=sections["train"].seed,
     )
+    ask = getattr(config, "pipeline", None)
+    if ask is not None and (filled := ask(rows=program.rows // program.accumulate, mesh=mesh)) is not None:
+        notes.append(f"pipeline: {filled}")
     return Case(
         program=program,
         topology=topology,
