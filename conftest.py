@@ -3,6 +3,7 @@
 `tools/isolate.py` copies this file beside the tests of one package, so it imports nothing of the workspace.
 """
 
+import collections
 import contextlib
 import doctest
 import os
@@ -57,6 +58,27 @@ set_environment()
 # A first call compiles, which no deadline allows for; and what CI finds should be found again.
 hypothesis.settings.register_profile("styrax", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("styrax")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--cases`: where a second look at other versions need not see every case of every test."""
+    parser.addoption("--cases", type=int, metavar="N", help="run at most N cases of each parametrised test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases beyond those that `--cases` asks for."""
+    most = config.getoption("--cases")
+    if most is None:
+        return
+    seen = collections.Counter[str]()
+    kept, left = [], []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") is None:  # of those that `-m` leaves out none is to take a place
+            seen[name] += 1
+        (kept if seen[name] <= most else left).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

@@ -144,9 +144,9 @@ class _Rows(NamedTuple):
     def joined(self, x: Array) -> Array:
         return jnp.moveaxis(x, 0, len(self.apart) - len(self.shape) + 1).reshape(self.shape)
 
-    def read(self, x: Array, number: Array) -> Array:
+    def read(self, x: Array, number: Array, wait: Callable[[Array], Array] = lambda one: one) -> Array:
         """Bring one microbatch together on all stages; they have to agree on its number."""
-        one = x[jnp.clip(number, 0, self.microbatches - 1)]
+        one = wait(x[jnp.clip(number, 0, self.microbatches - 1)])
         return jax.lax.all_gather(one, AXIS, axis=1, tiled=True).reshape(self.one) if self.ways else one
 
     def spread(self, x: Array, is_mine: Array) -> Array:
@@ -168,7 +168,8 @@ def _forward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]:
         def tick(arrived: Array, time: Array) -> tuple[Array, Any]:
             entered = jnp.where(stage == 0, rows.read(x, time), arrived)
             out, found = layers(held, _at(given, jnp.clip(time - stage, 0, count - 1)), stage, entered)
-            return jax.lax.ppermute(out, AXIS, ring), (rows.spread(out, stage == stages - 1), found)
+            sent = jax.lax.ppermute(out, AXIS, ring)
+            return sent, (rows.spread(_after(out, sent, stage), stage == stages - 1), found)
 
         _, (out, found) = jax.lax.scan(tick, jnp.zeros(rows.one, x.dtype), jnp.arange(count + stages - 1))
         found = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, stage, count), found)
@@ -196,7 +197,7 @@ def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]
             out, _ = layers(held, _at(given, number), stage, one)
             return jax.lax.ppermute(out, AXIS, onward), entered.at[time % slots].set(one)
 
-        def back(came: Array, entered: Array, sums: Any, time: Array) -> tuple[Array, Any, Array]:
+        def back(came: Array, entered: Array, sums: Any, time: Array, done: Array) -> tuple[Array, Any, Array]:
             """Go back through a microbatch; what it adds to the gradients of layers, and what leaves for before."""
             wait = 2 * (stages - 1 - stage)  # ticks since it went forward here
             number = time - wait - stage
@@ -207,8 +208,9 @@ def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]
                 out, found = layers(join(ins[0], others), tie(ins[1], _at(tight, number)), stage, ins[2])
                 return out, _parted(found)[0]
 
-            _, pull = jax.vjp(again, (floats, _at(loose, number), entered[(time - wait) % slots]))
-            cotangent = jnp.where(stage == stages - 1, rows.read(dy, time - (stages - 1)), came)
+            last = rows.read(dy, time - (stages - 1), lambda one: _after(one, done, stage))
+            _, pull = jax.vjp(again, (floats, _at(loose, number), _after(entered[(time - wait) % slots], last, stage)))
+            cotangent = jnp.where(stage == stages - 1, last, came)
             ((of_held, of_given, of_one),) = pull((cotangent, [leaf[:, number] for leaf in asked]))
             # Chosen, not multiplied: of what is no microbatch, a gradient may be anything.
             held_sum = [total + jnp.where(real, new, 0) for total, new in zip(sums[0], of_held, strict=True)]
@@ -216,7 +218,7 @@ def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]
                 total.at[number].add(jnp.where(real, new, 0)) for total, new in zip(sums[1], of_given, strict=True)
             ]
             sent = jax.lax.ppermute(of_one, AXIS, returning)
-            return sent, (held_sum, given_sum), rows.spread(of_one, stage == 0)
+            return sent, (held_sum, given_sum), rows.spread(_after(of_one, sent, stage), stage == 0)
 
         def fill(state: Any, time: Array) -> tuple[Any, None]:
             arrived, entered = state
@@ -225,12 +227,12 @@ def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]
         def both(state: Any, time: Array) -> tuple[Any, Array]:
             arrived, came, entered, sums = state
             arrived, entered = ahead(arrived, entered, time)
-            came, sums, of_x = back(came, entered, sums, time)
+            came, sums, of_x = back(came, entered, sums, time, arrived)
             return (arrived, came, entered, sums), of_x
 
         def drain(state: Any, time: Array) -> tuple[Any, Array]:
             came, entered, sums = state
-            came, sums, of_x = back(came, entered, sums, time)
+            came, sums, of_x = back(came, entered, sums, time, came)
             return (came, entered, sums), of_x
 
         nothing = jnp.zeros(rows.one, x.dtype)
@@ -248,6 +250,15 @@ def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]
 
 def _psum(x: Array) -> Array:
     return jax.lax.psum(x.astype(sum_dtype(x)), AXIS).astype(x.dtype)
+
+
+def _after(x: Array, first: Array, stage: Array) -> Array:
+    """Let what is made of `x` wait for `first`, on CPUs.
+
+    XLA:CPU runs exchanges that do not depend on each other in any order, and another one on each device, which then
+    wait for each other for ever. So they are made to depend on each other, in a way that it cannot see through.
+    """
+    return jnp.where(stage < 0, first.reshape(-1)[0].astype(x.dtype), x) if on_cpu(x) else x
 
 
 def _at(tree: Any, number: Array) -> Any:
