@@ -124,7 +124,7 @@ def main() -> None:
             return
         if "params" in asked:
             loops = {label: Loop(asked, compiled=label == "torch compiled") for label in asked["labels"]}
-            answer: Any = torch.__version__
+            answer: Any = len(loops)
         elif asked.get("held_out"):
             with torch.no_grad():
                 answer = float(np.mean([loops[asked["label"]].loss(batch).item() for batch in asked["held_out"]]))

@@ -4,10 +4,11 @@ python tools/benchmarks/train_step.py [--size recipe|10m|50m] [--dtype f32|bf16]
     [--torch-python PYTHON]
 
 All have the same decoder (RMSNorm, rotary positions, SwiGLU, tied head), the same first parameters, batches and AdamW
-(clipping, decay of matrices, warm-up and cosine), and run in turn on all cores, torch in a process of its own. The text
-is the source of Python's standard library, one token per byte. `recipe` has the sizes of nanoGPT's recipe for a CPU.
-bf16 computes in bfloat16 with float32 parameters: torch by autocast, as nanoGPT does. Printed are medians of tokens per
-second, medians of the ratios within a round, and after `--learn` steps the loss on text that was held out.
+(clipping, decay of matrices, warm-up and cosine), and run in turn on all cores, torch in its own process. A turn is
+a few steps in a row, after one that does not count. The text is the source of Python's standard library, one token per
+byte. `recipe` has the sizes of nanoGPT's recipe for a CPU. bf16 computes in bfloat16 with float32 parameters: torch by
+autocast, as nanoGPT does. Printed are medians of tokens per second, medians of the ratios within a round, and after
+`--learn` steps the loss on text that was held out.
 
 torch is not part of the workspace: put it on PYTHONPATH or name an interpreter that has it, else it is n/a.
 """
@@ -51,6 +52,8 @@ SIZES = {  # layers, width, heads, MLP, tokens in a row, rows, vocabulary
 PEAK, WARMUP, DECAY, B2 = 1e-3, 20, 0.1, 0.99
 PAUSE = 0.2
 """Seconds between turns: threads of the one before may still wait in a spin."""
+IN_A_ROW = {"recipe": 8, "10m": 2, "50m": 1, "quick": 2}
+"""Steps of a turn that count, after one that does not: training does not pause, and after a pause steps are slow."""
 Turn = Callable[[dict[str, np.ndarray]], tuple[float, float]]
 """From a batch, one step's loss and its seconds."""
 
@@ -171,7 +174,9 @@ def compare(name: str, dtype: str, rounds: int, learn: int, ids: np.ndarray, tor
     """One size and dtype."""
     layers, width, heads, mlp, length, rows, vocab = SIZES[name]
     config = DecoderConfig(num_layers=layers, embed_dim=width, num_heads=heads, mlp_dim=mlp, remat="none")
-    steps = max(learn, rounds + 2)
+    row = IN_A_ROW[name]
+    done = (rounds + 1) * (row + 1)
+    steps = max(learn, done)
     ours = Ours(config, vocab, dtype, steps)
     works: dict[str, Turn] = {"ours": timed(ours)}
     if dtype == "f32":
@@ -184,27 +189,27 @@ def compare(name: str, dtype: str, rounds: int, learn: int, ids: np.ndarray, tor
     split, rng = len(ids) * 9 // 10, np.random.default_rng(0)
     took: dict[str, list[float]] = {label: [] for label in works}
     losses = {}
-    for number in range(rounds + 2):  # the first two compile and warm up
-        batch = batch_of(ids[:split], rows, length, rng)
+    for number in range(rounds + 1):  # the first compiles and warms up
+        batches = [batch_of(ids[:split], rows, length, rng) for _ in range(row + 1)]
         for label, work in works.items():
             time.sleep(PAUSE)
-            losses[label], seconds = work(batch)
-            took[label].append(seconds)
+            (losses[label], _), *counted = [work(batch) for batch in batches]
+            took[label].append(statistics.fmean(seconds for _, seconds in counted))
         if number == 0:
             spread = max(losses.values()) - min(losses.values())
             print(f"  loss of the first step {losses['ours']:.4f}; largest difference {spread:.1e}")
     for label, seconds in took.items():
-        middle = statistics.median(seconds[2:])
+        middle = statistics.median(seconds[1:])
         line = f"  {label:<20} {rows * length / middle:9.0f} tokens/s, {1e3 * middle:8.1f} ms a step"
         if label != "ours":
-            ratios = [theirs / own for own, theirs in zip(took["ours"][2:], seconds[2:])]
+            ratios = [theirs / own for own, theirs in zip(took["ours"][1:], seconds[1:])]
             low, high = np.quantile(ratios, [0.25, 0.75])
             line += f"; ours is {statistics.median(ratios):.2f} times as fast ({low:.2f} to {high:.2f})"
         print(line, flush=True)
     if learn:
         held_rng = np.random.default_rng(1)
         held = [batch_of(ids[split:], rows, length, held_rng) for _ in range(20)]
-        for _ in range(steps - rounds - 2):
+        for _ in range(steps - done):
             batch = batch_of(ids[:split], rows, length, rng)
             for label in ("ours", "torch eager"):
                 if label in works:
