@@ -171,9 +171,9 @@ def hold(directory: str) -> None:
     """Keep the lock until killed."""
     store = config().build(directory)
     if os.fork() == 0:
+        print("held", flush=True)  # by the child: it has closed its copy of the lock by now
         time.sleep(60)  # a child that outlives its parent must not keep the lock
         os._exit(0)
-    print("held", flush=True)
     time.sleep(60)
     store.close()
 
