@@ -78,6 +78,7 @@ def test_what_is_told_of_a_step_adds_up_to_what_was_recorded(recorded, styrax):
     # The optimizer has written down the norm of the whole gradient.
     norms = np.concatenate([np.ravel(each["gradient"]) for each in found.norms.values()]).astype(np.float64)
     assert np.sqrt((norms**2).sum()) == pytest.approx(line["grad_norm"], rel=1e-4)
+    assert found.term_gradients["loss"]["norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
     tokens = sum(each["tokens"] for each in found.documents)
     assert tokens == line["tokens"]
     mean = sum(each["loss"] * each["tokens"] for each in found.documents) / tokens

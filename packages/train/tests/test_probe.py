@@ -1,5 +1,6 @@
 """A step taken apart, against a model whose loss and gradient are written out in numpy."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from styrax.train import Term, init_state, next_token_loss
@@ -80,6 +81,88 @@ def test_losses_and_norms_are_those_of_the_formulas(accumulate):
     assert probed.norms["table"]["parameter"] == pytest.approx(np.sqrt((table**2).sum()), rel=1e-5)
     assert probed.norms["layers"]["parameter"] == pytest.approx([1.0, np.sqrt(13.0), np.sqrt(41.0)])
     assert probed.not_finite == {}
+
+
+SIZE, LAYER = 0.05, -0.02
+
+
+def three_terms(model, batch, rngs):
+    """The losses of tokens, the size of their logits, and that of a layer, by weights of their own; and a metric."""
+    logits = model(batch["tokens"]) * batch["loss_mask"][..., None]
+    rows = jnp.float32(len(batch["tokens"]))
+    return {
+        **next_token_loss(model, batch, rngs),
+        "size": Term(jnp.sum(logits**2), rows, SIZE),
+        "layer": Term(rows * jnp.sum(model.layers[1] ** 2), rows, LAYER),
+        "seen": Term(jnp.sum(logits), rows, 0.0),
+    }
+
+
+def parts_of(state, batch):
+    """The gradients of those terms in float64, each as one vector of all parameters."""
+    table, layers = (np.asarray(state.params[name], np.float64) for name in ("table", "layers"))
+    size, layer = np.zeros_like(table), np.zeros_like(layers)
+    weights = batch["loss_mask"].astype(np.float64)[..., None]
+    np.add.at(size, batch["tokens"], 2 * SIZE / len(weights) * table[batch["tokens"]] * weights**2)
+    layer[1] = 2 * LAYER * layers[1]
+    found = {"loss": (reference(table, batch)[1], 0 * layer), "size": (size, 0 * layer), "layer": (0 * table, layer)}
+    return {name: np.concatenate([np.ravel(x) for x in pair]) for name, pair in found.items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_gradients_of_terms_are_those_of_the_formulas(accumulate):
+    probe, state = prober(accumulate, three_terms)
+    batch = made()
+    found, parts = probe.term_gradients(state, batch), parts_of(state, batch)
+    whole = sum(parts.values())
+    size = np.linalg.norm(whole)
+    assert list(found) == list(parts)
+    for name, part in parts.items():
+        norm = np.linalg.norm(part)
+        wanted = {"norm": norm, "share": part @ whole / size**2, "cosine": part @ whole / (norm * size)}
+        assert found[name] == pytest.approx(wanted, rel=1e-4)
+    assert found["layer"]["norm"] > 0
+
+
+probers = functools.cache(prober)  # compiled once for all examples
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2]))
+def test_the_gradients_of_terms_add_up_to_the_steps(seed, accumulate):
+    probe, state = probers(accumulate, three_terms)
+    table = 3 * jax.random.normal(jax.random.key(seed), (VOCAB, VOCAB))
+    state = state._replace(params={**state.params, "table": table})
+    batch = made(seed)
+    found, probed = probe.term_gradients(state, batch), probe(state, batch)
+    size = np.linalg.norm(np.concatenate([np.ravel(each["gradient"]) for each in probed.norms.values()]))
+    # Each is projected on the whole; so sums are the whole's length, whatever the terms are.
+    assert sum(each["share"] for each in found.values()) == pytest.approx(1.0, abs=1e-5)
+    assert sum(each["norm"] * each["cosine"] for each in found.values()) == pytest.approx(size, rel=1e-5)
+
+
+def test_a_single_term_is_the_whole_gradient_and_one_without_a_gradient_has_no_share():
+    probe, state = prober()
+    batch = made()
+    norm = np.linalg.norm(reference(state.params["table"], batch)[1])
+    one = pytest.approx(1.0, abs=1e-12)
+    assert probe.term_gradients(state, batch) == {
+        "loss": {"norm": pytest.approx(norm, rel=1e-5), "share": one, "cosine": one}
+    }
+
+    def flat(model, batch, rngs):
+        return {**next_token_loss(model, batch, rngs), "flat": Term(jnp.float32(2.0), jnp.float32(1.0))}
+
+    assert prober(loss=flat)[0].term_gradients(state, batch)["flat"] == {"norm": 0.0, "share": 0.0, "cosine": 0.0}
+
+
+def test_the_term_whose_gradient_is_not_finite_is_told_from_the_others():
+    probe, state = prober(loss=makes_nan)
+    batch = made()
+    batch["tokens"][0, 0] = 7
+    found = probe.term_gradients(state, batch)
+    assert np.isfinite(found["loss"]["norm"])
+    assert not np.isfinite(found["root"]["norm"])
 
 
 def test_a_bad_parameter_comes_first():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from styrax.train.loss import Term, next_token_loss
     from styrax.train.rundir import RunDir
     from styrax.train.step import TrainState, init_state, make_step
+    from styrax.train.watch import Watch
     from styrax.train.watchdog import Watchdog
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Term",
     "TrainConfig",
     "TrainState",
+    "Watch",
     "Watchdog",
     "evaluator",
     "fit",
@@ -48,6 +50,7 @@ __getattr__, __dir__ = lazy_exports(
         "Term": "loss",
         "TrainConfig": "config",
         "TrainState": "step",
+        "Watch": "watch",
         "Watchdog": "watchdog",
         "evaluator": "evaluate",
         "fit": "loop",

@@ -144,6 +144,16 @@ def make_initial(resolved: Resolved) -> Callable[[Any, Any], Any] | None:
     return None if load is None else lambda mesh, rules: load(mesh=mesh, rules=rules, policy=policy)
 
 
+def make_hooks(resolved: Resolved) -> list[Any]:
+    """The hooks that every process of a run has, as they measure together: those of ``train.watch``."""
+    from styrax.train.watch import Watch
+
+    config = resolved.sections["train"].watch
+    if not (config.parameters or config.activations):
+        return []
+    return [Watch(*config.parameters, activations=config.activations, every=config.every)]
+
+
 def make_tx(resolved: Resolved, model: Callable[[Any], Any]) -> Any:
     """The optax transformation for the parameters of a model, which need not exist."""
     from flax import nnx

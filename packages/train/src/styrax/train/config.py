@@ -72,6 +72,26 @@ class Watch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Watched:
+    """Statistics for the metrics, measured by a program of its own: see `styrax.train.watch.Watch`.
+
+    Attributes:
+        parameters: Patterns of parameters' paths, such as "layers/attn/**" or "**/kernel": the norms of these, of their
+            gradients and of their updates are logged.
+        activations: Log the activations of each layer too.
+        every: Steps between watched steps, each of which costs about as much as two.
+    """
+
+    parameters: tuple[str, ...] = ()
+    activations: bool = False
+    every: Positive = 100
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long to train, and what to record.
 
@@ -90,6 +110,7 @@ class TrainConfig:
         baselines: Compare with gzip and a bigram model in the report.
         spike: What to do when the loss is suddenly far above what it was.
         watchdog: What to do when the run stands still.
+        watch: Statistics of parameters and activations for the metrics.
     """
 
     steps: Steps = 1000
@@ -106,6 +127,7 @@ class TrainConfig:
     baselines: bool = True
     spike: Spike = field(default_factory=Spike)
     watchdog: Watch = field(default_factory=Watch)
+    watch: Watched = field(default_factory=Watched)
 
     def __post_init__(self) -> None:
         """Refuse values out of range, and a precision that cannot be read."""

@@ -1,12 +1,46 @@
-"""What happens around the loop: a hook is told of each event and changes nothing of the run but its end."""
+"""What happens around the loop: a hook is told of each event and changes nothing of the run but its end.
+
+What it may add are metrics of its own.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from styrax.train.evaluate import HeldOut
+
+if TYPE_CHECKING:
+    import jax
+    import optax
+
+    from styrax.train.step import Loss, TrainState
+
+
+class Setup(NamedTuple):
+    """What is trained, and how; of ``fit`` and its arguments.
+
+    Attributes:
+        graphdef: Static part of the model.
+        abstract: The state as ``jax.ShapeDtypeStruct``, with shardings if there is a mesh.
+        tx: The optimizer.
+        loss: The loss.
+        accumulate: Micro-batches a step.
+        mesh: Where the state lies; None for one device.
+        logical_axes: Pattern of a parameter's path to its axes, or None.
+        steps: The last step.
+    """
+
+    graphdef: Any
+    abstract: TrainState
+    tx: optax.GradientTransformation
+    loss: Loss
+    accumulate: int
+    mesh: jax.sharding.Mesh | None
+    logical_axes: Mapping[str, tuple[str | None, ...]] | None
+    steps: int
 
 
 class Hook:
@@ -26,11 +60,22 @@ class Hook:
 
     every: int = 1
 
+    def on_setup(self, setup: Setup) -> None:
+        """What is trained is known, and nothing is made yet; the place to refuse what does not fit it."""
+
     def on_start(self, step: int, steps: int, resumed: bool) -> None:
         """The run begins at ``step`` (0, or where the checkpoint stood) of ``steps``."""
 
     def on_compile(self, seconds: float | None) -> None:
         """Compiling the step begins (None), or has ended after ``seconds``."""
+
+    def on_batch(self, step: int, state: TrainState, batch: Any) -> Callable[[], Mapping[str, float]] | None:
+        """A step is about to be taken; called at each, whatever ``every`` is.
+
+        ``state`` and ``batch`` are gone when the step begins: hand them to a compiled function now, or leave them. The
+        function that you may return is called after the step, and what it gives is logged with the step's metrics, also
+        where ``log_every`` has no line. With several processes, what has all devices at work is called on each of them.
+        """
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """The metrics of a step are known. They arrive while the next step runs."""

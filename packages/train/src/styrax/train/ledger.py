@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +16,9 @@ from styrax.train.spikes import SpikeWatch
 
 if TYPE_CHECKING:
     from styrax.core.protocols import Tracker
+
+Further = Callable[[], Mapping[str, float]]
+"""Gives metrics of a step that is over."""
 
 MAX_BAD_STEPS = 10
 """A run stops after this many skipped steps in a row: it would only burn time."""
@@ -51,20 +54,32 @@ class Ledger:
         self.spike: tuple[int, float] | None = None
         self._tracker, self._hooks, self._goodput, self._watch = tracker, hooks, goodput, watch
         self._every, self._steps = every, steps
-        self._pending: deque[tuple[int, Any, dict[str, float]]] = deque()
+        self._pending: deque[tuple[int, Any, Sequence[Further], dict[str, float]]] = deque()
         self._bad = 0
 
-    def add(self, step: int, report: Mapping[str, Any]) -> None:
-        """Take a step's metrics, still being computed, and pass on those of the step before."""
-        self._pending.append((step, report, {}))
+    def watch(self, step: int, state: Any, batch: Any) -> list[Further]:
+        """Tell the hooks what a step begins with; gives what they want to add to its metrics."""
+        with self._goodput.during("other"):
+            asked = [hook.on_batch(step, state, batch) for hook in self._hooks]
+        return [further for further in asked if further is not None]
+
+    def add(self, step: int, report: Mapping[str, Any], further: Sequence[Further] = ()) -> None:
+        """Take a step's metrics, still being computed, and pass on those of the step before.
+
+        Args:
+            step: The step.
+            report: Its metrics.
+            further: Give more of them once they are asked, which they are when the step is over.
+        """
+        self._pending.append((step, report, further, {}))
         while len(self._pending) > 1:
             self._emit(*self._pending.popleft())
 
     def annotate(self, step: int, extra: Mapping[str, float]) -> None:
         """Add to the metrics of the newest step."""
-        newest, report, old = self._pending.pop()
+        newest, report, further, old = self._pending.pop()
         assert newest == step
-        self._pending.append((step, report, {**old, **extra}))
+        self._pending.append((step, report, further, {**old, **extra}))
 
     def flush(self) -> None:
         """Pass on everything, and make it durable."""
@@ -86,18 +101,22 @@ class Ledger:
         with self._goodput.during("other"):
             self._note(tell(self._hooks, event, *args))
 
-    def _emit(self, step: int, report: Mapping[str, Any], extra: Mapping[str, float]) -> None:
+    def _emit(
+        self, step: int, report: Mapping[str, Any], further: Sequence[Further], extra: Mapping[str, float]
+    ) -> None:
         if self.spike is not None:
             return  # a step after a spike; both are undone
         with self._goodput.step(step):
             values = {k: float(v) for k, v in jax.device_get(dict(report)).items()} | dict(extra)
+            for each in further:
+                values |= {name: float(value) for name, value in each().items() if name not in values}
         if self._watch is not None and self._watch.judge(values["loss"], values.get("skipped", 0.0)):
             self.spike = step, values["loss"]
         else:
             self._check(step, values)
         self.last = values
         with self._goodput.during("other"):
-            if self._tracker is not None and (step % self._every == 0 or step == self._steps or extra):
+            if self._tracker is not None and (step % self._every == 0 or step == self._steps or extra or further):
                 self._tracker.log(step, values)
             due = [hook for hook in self._hooks if step % hook.every == 0 or step == self._steps]
             self._note(tell(due, "on_step", step, values))

@@ -23,7 +23,7 @@ from styrax.train.config import Spike
 from styrax.train.course import Course
 from styrax.train.evaluate import HeldOut, evaluator
 from styrax.train.goodput import Goodput, Meter
-from styrax.train.hooks import Hook
+from styrax.train.hooks import Hook, Setup
 from styrax.train.interrupts import Interrupts
 from styrax.train.ledger import Ledger, tell
 from styrax.train.loss import next_token_loss
@@ -140,7 +140,7 @@ def fit(
             when the next step begins.
         sample_every: Steps between samples; None or 0 takes none.
         spike: What to do when the loss is suddenly far above what it was; None does nothing.
-        hooks: Told of each event; one may wish to stop.
+        hooks: Told of each event; one may wish to stop, or add metrics as :class:`styrax.train.Watch` does.
         goodput: Where to keep account of the time; None makes a new one, which the result has.
 
     Returns:
@@ -179,6 +179,7 @@ def fit(
             graphdef, abstract, make = lay_out(
                 model, tx, seed=seed, mesh=mesh, logical_axes=logical_axes, rules=rules, initial=initial
             )
+            tell(hooks, "on_setup", Setup(graphdef, abstract, tx, loss, accumulate, mesh, logical_axes, steps))
             latest = newest(checkpointer) if checkpointer is not None else None
             now = Course(make, abstract, checkpointer, watch)
             now.resume(latest, data)
@@ -244,10 +245,11 @@ def fit(
                         f"{now.step} steps"
                     )
                 batch = place(check_arrays(batch))
+            further = ledger.watch(now.step + 1, now.state, batch)
             with goodput.step(now.step + 1):
                 now.state, report = step_fn(now.state, batch, now.step)
                 now.step += 1
-                ledger.add(now.step, report)
+                ledger.add(now.step, report, further)
                 accord.turn(ledger.wish)
             last, wish = now.step == steps, accord.wish(ledger.wish)
             if last or wish or (eval_every and now.step % eval_every == 0):

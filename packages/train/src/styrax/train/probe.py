@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ from jax.experimental import checkify
 from styrax.core import UserError, tree
 from styrax.core.random import stream
 from styrax.train.loss import cross_entropy, next_token_loss
-from styrax.train.step import Loss, Metrics, TrainState, cut, drawn, make_step
+from styrax.train.step import Gradients, Loss, Metrics, TrainState, cut, drawn, make_step
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -75,7 +76,7 @@ class Prober:
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             moves, inner = tx.update(updates, state[0], params)
-            return moves, (inner, self._norms(updates), _counts(updates))
+            return moves, (inner, norms(tree.flatten(updates), self._axes), _counts(updates))
 
         seen: Metrics | None = None if metrics is None else lambda state: metrics(state[0])
         watching = optax.GradientTransformation(lambda params: (tx.init(params), {}, {}), update)
@@ -85,24 +86,29 @@ class Prober:
             after, report = step(state._replace(opt_state=(state.opt_state, {}, {})), batch)
             inner, gradient, grads = after.opt_state
             moved = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), after.params, state.params)
-            norms = {"parameter": self._norms(state.params), "gradient": gradient, "update": self._norms(moved)}
+            told = {
+                name: norms(tree.flatten(x), self._axes) for name, x in (("parameter", state.params), ("update", moved))
+            }
             counts = {
                 "parameter": _counts(state.params), "variable": _counts(state.variables), "batch": _counts(batch),
                 "metric": _counts(report), "gradient": grads, "optimizer state": _counts(inner),
                 "new parameter": _counts(after.params),
             }  # fmt: skip
-            return report, norms, counts
+            return report, {**told, "gradient": gradient}, counts
 
         self._probe = jax.jit(probe)
         self._tokens = jax.jit(self._token_losses)
-        self._watch = jax.jit(self._activations)
+        self._watch = jax.jit(self.measure)
+        self._gradients = Gradients(graphdef, loss, accumulate=accumulate)
+        self._whole: Any = None
+        self._part = jax.jit(self._term, static_argnames="name")
 
     def __call__(self, state: TrainState, batch: Any) -> Probed:
         """Take the step from ``state`` over ``batch``, and say what it did."""
         with self._meshed():
-            report, norms, counts = jax.device_get(self._probe(state, batch))
+            report, told, counts = jax.device_get(self._probe(state, batch))
         by_path: dict[str, dict[str, float | list[float]]] = {}
-        for kind, values in norms.items():
+        for kind, values in told.items():
             for path, value in values.items():
                 by_path.setdefault(path, {})[kind] = value.tolist()
         bad: dict[str, int] = {}
@@ -134,8 +140,8 @@ class Prober:
             The numbers, and None; or nothing, and why.
         """
         model = nnx.merge(self._graphdef, state.params, state.variables)
-        if not callable(getattr(model, "activations", None)):
-            return {}, f"a {type(model).__name__} does not tell its activations: it has no method of that name"
+        if why := untold(model):
+            return {}, why
         if "tokens" not in batch:
             return {}, "the batch has no tokens to run the model on"
         try:
@@ -143,7 +149,50 @@ class Prober:
                 found = jax.device_get(self._watch(state, batch))
         except UserError as error:
             return {}, str(error)
-        return {path: _together(stats) for path, stats in sorted(found.items())}, None
+        return {path: together(stats) for path, stats in sorted(found.items())}, None
+
+    def term_gradients(self, state: TrainState, batch: Any) -> dict[str, dict[str, float]]:
+        r"""What each term of the loss has in the step's gradient.
+
+        With $g_t$ the gradient of a term as it goes into the step, times its coefficient and over the weights of the
+        whole batch, the step's gradient is $g = \sum_t g_t$, as the optimizer gets it.
+
+        Returns:
+            Name of each term whose coefficient is not 0 -> `norm`, $|g_t|$; `share`, $g_t \cdot g / |g|^2$, which add
+            up to 1 and are below 0 where a term works against the others; and `cosine` of $g_t$ and $g$. Share and
+            cosine are 0 where a gradient is.
+        """
+        with self._meshed():
+            if not self._gradients.coefs:
+                jax.eval_shape(self._gradients, state, batch)
+            names = [name for name, coef in self._gradients.coefs.items() if coef != 0.0]
+            if len(names) == 1:  # which is what the probe has measured already, and needs no program of its own
+                size = math.hypot(*np.concatenate([np.ravel(n["gradient"]) for n in self(state, batch).norms.values()]))
+                return {names[0]: _share(size, size, size * size)}
+            if self._whole is None:
+                where = jax.tree.map(lambda x: x.sharding, state.params)
+                self._whole = jax.jit(lambda state, batch: self._gradients(state, batch)[0], out_shardings=where)
+            whole = self._whole(state, batch)
+            found = jax.device_get({name: self._part(state, batch, whole, name=name) for name in names})
+        return {name: _share(*(float(x) for x in found[name])) for name in names}
+
+    def measure(self, state: TrainState, batch: Any) -> dict[str, dict[str, Any]]:
+        """What the model tells of its activations, of each micro-batch along a first axis; :func:`together` joins them.
+
+        A pure function, to be compiled. Arguments are as for :meth:`activations`.
+        """
+        root, k = stream(state.key, "step", state.step), self._accumulate
+        names = ("tokens", "positions", "segment_ids")
+        pieces = {name: cut(batch[name], k) for name in names if name in batch}
+        rows = cut(jnp.arange(len(batch["tokens"])), k)
+
+        def watch(inputs: Any) -> Any:
+            piece, row_ids, index = inputs
+            model: Any = nnx.merge(self._graphdef, state.params, state.variables)
+            given, key = drawn(self._loss, model, piece, root, None if k == 1 else (index, row_ids))
+            return model.activations(**_taken(model.activations, given), rngs=nnx.Rngs(dropout=stream(key, "dropout")))
+
+        return jax.lax.map(watch, (pieces, rows, jnp.arange(k)))
 
     def first_nan(self, state: TrainState, batch: Any) -> str | None:
         """Name the operation that makes the first NaN of the loss or of its gradient, and where it stands.
@@ -177,20 +226,6 @@ class Prober:
                     return f"{error.get()} {_frames(error.get_exception())}".strip()
         return None
 
-    def _activations(self, state: TrainState, batch: Any) -> Any:
-        root, k = stream(state.key, "step", state.step), self._accumulate
-        names = ("tokens", "positions", "segment_ids")
-        pieces = {name: cut(batch[name], k) for name in names if name in batch}
-        rows = cut(jnp.arange(len(batch["tokens"])), k)
-
-        def watch(inputs: Any) -> Any:
-            piece, row_ids, index = inputs
-            model: Any = nnx.merge(self._graphdef, state.params, state.variables)
-            given, key = drawn(self._loss, model, piece, root, None if k == 1 else (index, row_ids))
-            return model.activations(**_taken(model.activations, given), rngs=nnx.Rngs(dropout=stream(key, "dropout")))
-
-        return jax.lax.map(watch, (pieces, rows, jnp.arange(k)))
-
     def _token_losses(self, state: TrainState, batch: Any) -> Any:
         root, k = stream(state.key, "step", state.step), self._accumulate
 
@@ -210,24 +245,46 @@ class Prober:
         found = jax.lax.map(losses, (pieces, parts))
         return jnp.swapaxes(found, 0, 1).reshape(-1, found.shape[-1])
 
-    def _norms(self, values: Any) -> dict[str, Any]:
-        found = {}
-        for path, x in tree.flatten(values).items():
-            axes = tree.first_match(self._axes, path, ())
-            stacked = len(axes) == x.ndim and bool(axes) and axes[0] == LAYERS
-            over = tuple(range(1, x.ndim)) if stacked else None
-            found[path] = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=over))
-        return found
+    def _term(self, state: TrainState, batch: Any, whole: Any, name: str) -> tuple[Any, Any, Any]:
+        part = self._gradients(state, batch, name)[0]
+        return jnp.sqrt(_dot(part, part)), jnp.sqrt(_dot(whole, whole)), _dot(part, whole)
 
     def _meshed(self) -> contextlib.AbstractContextManager[Any]:
         return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
 
 
-def _together(stats: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def norms(values: Mapping[str, Array], logical_axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, Array]:
+    """The norm of each array, or where layers are stacked one for each layer, in float32.
+
+    Args:
+        values: Path -> array.
+        logical_axes: Pattern of a path to its axes; a first one of the name ``layers`` is a stack's.
+
+    >>> found = norms({"w": jnp.array([[3.0, 4.0], [0.0, 2.0]])}, {"w": ("layers", None)})
+    >>> found["w"].tolist()
+    [5.0, 2.0]
+    """
+    found = {}
+    for path, x in values.items():
+        axes = tree.first_match(logical_axes, path, ())
+        stacked = len(axes) == x.ndim and bool(axes) and axes[0] == LAYERS
+        over = tuple(range(1, x.ndim)) if stacked else None
+        found[path] = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=over))
+    return found
+
+
+def untold(model: Any) -> str | None:
+    """Why a model cannot be asked for its activations; None if it can."""
+    if callable(getattr(model, "activations", None)):
+        return None
+    return f"a {type(model).__name__} does not tell its activations: it has no method of that name"
+
+
+def together(stats: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """One path's numbers over all micro-batches, the first axis.
 
     >>> one = {"rms": np.array([3.0, 4.0]), "max": np.array([3.0, 4.0]), "zeros": np.array([0.0, 0.5])}
-    >>> _together({**one, "not_finite": np.zeros(2), "numbers": np.array([3.0, 1.0])})["zeros"]
+    >>> together({**one, "not_finite": np.zeros(2), "numbers": np.array([3.0, 1.0])})["zeros"]
     0.125
     """
     values = {name: np.asarray(value, np.float64) for name, value in stats.items() if name != "layer"}
@@ -240,6 +297,24 @@ def _together(stats: Mapping[str, np.ndarray]) -> dict[str, Any]:
         **({"layer": stats["layer"][0]} if "layer" in stats else {}),
     }
     return {name: value.tolist() for name, value in found.items()}
+
+
+def _dot(one: Any, other: Any) -> Any:
+    """The inner product of two trees, in float32."""
+    return sum(
+        jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32))
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+def _share(norm: float, whole: float, dot: float) -> dict[str, float]:
+    """Norm of a part, its share in the whole, and the cosine of both, by their norms and their product.
+
+    >>> _share(3.0, 5.0, 9.0), _share(0.0, 5.0, 0.0)["cosine"]
+    ({'norm': 3.0, 'share': 0.36, 'cosine': 0.6}, 0.0)
+    """
+    cosine = dot / norm / whole if norm and whole else 0.0
+    return {"norm": norm, "share": cosine * norm / whole if whole else 0.0, "cosine": cosine}
 
 
 def _frames(error: Any) -> str:

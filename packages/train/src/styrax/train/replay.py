@@ -83,6 +83,7 @@ class Replay:
         documents: One dict for each stretch of a document in the batch, the highest loss first.
         unaccounted: How far the documents' losses together are from the step's first term; None without documents.
         norms: By path of a parameter, see :class:`styrax.train.probe.Probed`.
+        term_gradients: By term of the loss, see :meth:`styrax.train.probe.Prober.term_gradients`.
         activations: By path of a part of the model, see :meth:`styrax.train.probe.Prober.activations`.
         no_activations: Why there are none; None if there are.
         not_finite: Tensors with numbers that are not finite, in the order in which the step makes them.
@@ -99,6 +100,7 @@ class Replay:
     documents: list[dict[str, Any]] = field(default_factory=list)
     unaccounted: float | None = None
     norms: dict[str, Any] = field(default_factory=dict)
+    term_gradients: dict[str, dict[str, float]] = field(default_factory=dict)
     activations: dict[str, dict[str, Any]] = field(default_factory=dict)
     no_activations: str | None = None
     not_finite: dict[str, int] = field(default_factory=dict)
@@ -243,6 +245,7 @@ def replay(folder: RunDir, step: int, *, checks: bool = False, overrides: Sequen
         step=step, start=run.start or 0, metrics=taken.metrics, recorded=lines.get(step), differences=differing,
         compared=compared, elsewhere=elsewhere(folder), norms=probed.norms, not_finite=probed.not_finite,
     )  # fmt: skip
+    found.term_gradients = probe.term_gradients(taken.before, taken.batch)
     found.activations, found.no_activations = probe.activations(taken.before, taken.batch)
     if {"tokens", "targets", "loss_mask"} <= set(taken.batch):
         losses = probe.token_losses(taken.before, taken.batch)

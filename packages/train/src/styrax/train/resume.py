@@ -21,6 +21,7 @@ FREE = (
     "train.sample_",
     "train.baselines",
     "train.spike.",
+    "train.watch.",
     "train.watchdog.",
     "checkpoint.",
     "mesh.",

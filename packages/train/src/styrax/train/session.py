@@ -15,7 +15,7 @@ from styrax.core import UserError, registry
 from styrax.core.config import Resolved
 from styrax.core.trackers import Jsonl
 from styrax.train.checks import check_batch
-from styrax.train.compose import Parts, compose, fit_options, make_dataset, make_held_out, make_mesh
+from styrax.train.compose import Parts, compose, fit_options, make_dataset, make_held_out, make_hooks, make_mesh
 from styrax.train.display import Display, EventLog
 from styrax.train.ending import check_ending, finish, sample_on_the_way
 from styrax.train.gather import on_one_host
@@ -136,6 +136,7 @@ def train(
                 log, display = EventLog(folder, goodput, facts), Display(console, facts=facts)
                 begin = Begin(folder, resolved, dataset.tokenizer, source, tracker)
                 hooks = [begin, log, StopFile(folder.stop), display] if lead else []
+                hooks += make_hooks(resolved)
                 if config.watchdog.seconds:
                     hooks.append(watchdog(folder, config.watchdog))
 

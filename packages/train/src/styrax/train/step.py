@@ -121,53 +121,7 @@ def make_step(
     if problems:
         raise UserError("\n".join(problems))
 
-    order: list[str] = []  # as the loss gives them: JAX sorts the keys of what goes through it
-
-    def terms(params: Any, variables: Any, batch: Any, key: Any, part: Any = None) -> tuple[dict[str, Term], Any]:
-        model = nnx.merge(graphdef, params, variables)
-        batch, key = drawn(loss, model, batch, key, part)
-        rngs = nnx.Rngs(**{name: stream(key, name) for name in rng_streams}) if rng_streams else None
-        out = check_terms(loss(model, batch, rngs), accumulate)
-        order[:] = out
-        return out, split_model(model)[2]
-
-    def gradient(state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
-        def objective(params):
-            out, variables = terms(params, state.variables, batch, stream(state.key, "step", state.step))
-            return _objective(out, _weights(out)), (out, variables)
-
-        (value, (out, variables)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
-        return grads, _report(value, out, order[0]), variables
-
-    def accumulated_gradient(state: TrainState, batch: Any) -> tuple[Any, dict[str, Any], Any]:
-        pieces = jax.tree.map(lambda x: cut(x, accumulate), batch)
-        root = stream(state.key, "step", state.step)
-        rows = len(jax.tree.leaves(batch)[0])
-        parts = jnp.arange(accumulate), cut(jnp.arange(rows), accumulate)
-
-        # The divisors of the whole batch come first. They seldom depend on the parameters, and then XLA drops
-        # the forward pass from this scan and only counts tokens.
-        def count(variables, inputs):
-            out, variables = terms(state.params, variables, inputs[0], root, inputs[1])
-            return variables, _weights(out)
-
-        weights = jax.tree.map(jnp.sum, jax.lax.scan(count, state.variables, (pieces, parts))[1])
-
-        def body(carry, inputs):
-            grads, variables = carry
-
-            def objective(params):
-                out, new = terms(params, variables, inputs[0], root, inputs[1])
-                return _objective(out, weights), (out, new)
-
-            (value, (out, variables)), g = jax.value_and_grad(objective, has_aux=True)(state.params)
-            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, g)
-            return (grads, variables), (value, {k: t.total for k, t in out.items()})
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-        (grads, variables), (values, totals) = jax.lax.scan(body, (zeros, state.variables), (pieces, parts))
-        out = {k: Term(jnp.sum(v), weights[k]) for k, v in totals.items()}
-        return grads, _report(jnp.sum(values), out, order[0]), variables
+    gradients = Gradients(graphdef, loss, accumulate=accumulate, rng_streams=rng_streams)
 
     def ended(params: Any, variables: Any) -> Any:
         model = nnx.merge(graphdef, params, variables)
@@ -177,9 +131,7 @@ def make_step(
         return split_model(model)[2]
 
     def step(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        grads, report, variables = (gradient if accumulate == 1 else accumulated_gradient)(
-            state, dict(check_arrays(batch))
-        )
+        grads, report, variables = gradients(state, dict(check_arrays(batch)))
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         variables = ended(params, variables)
@@ -188,6 +140,85 @@ def make_step(
         return TrainState(params, opt_state, variables, state.step + 1, state.key), report
 
     return step
+
+
+class Gradients:
+    """The gradient of the objective over a batch, as a step takes it: a pure function of (state, batch).
+
+    Args:
+        graphdef: And all the others: as for :func:`make_step`.
+
+    Attributes:
+        coefs: Name of a term -> its coefficient, in the order of the loss; empty until this was traced.
+    """
+
+    def __init__(
+        self, graphdef: Any, loss: Loss, *, accumulate: int = 1, rng_streams: tuple[str, ...] = ("dropout",)
+    ) -> None:
+        self._graphdef, self._loss, self._accumulate, self._streams = graphdef, loss, accumulate, rng_streams
+        self.coefs: dict[str, float] = {}
+
+    def __call__(self, state: TrainState, batch: Any, only: str | None = None) -> tuple[Any, dict[str, Any], Any]:
+        """Take it.
+
+        Args:
+            state: Of the step.
+            batch: All of it.
+            only: The term whose part of the gradient is wanted, with its coefficient; None takes all.
+
+        Returns:
+            The gradient, the metrics, and the variables after the batch.
+        """
+        return (self._at_once if self._accumulate == 1 else self._piecewise)(state, batch, only)
+
+    def _terms(
+        self, params: Any, variables: Any, batch: Any, key: Any, part: Any = None
+    ) -> tuple[dict[str, Term], Any]:
+        model = nnx.merge(self._graphdef, params, variables)
+        batch, key = drawn(self._loss, model, batch, key, part)
+        rngs = nnx.Rngs(**{name: stream(key, name) for name in self._streams}) if self._streams else None
+        out = check_terms(self._loss(model, batch, rngs), self._accumulate)
+        self.coefs = {name: term.coef for name, term in out.items()}  # JAX sorts the keys of what goes through it
+        return out, split_model(model)[2]
+
+    def _at_once(self, state: TrainState, batch: Any, only: str | None) -> tuple[Any, dict[str, Any], Any]:
+        def objective(params):
+            out, variables = self._terms(params, state.variables, batch, stream(state.key, "step", state.step))
+            return _objective(out, _weights(out), only), (out, variables)
+
+        (value, (out, variables)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+        return grads, _report(value, out, next(iter(self.coefs))), variables
+
+    def _piecewise(self, state: TrainState, batch: Any, only: str | None) -> tuple[Any, dict[str, Any], Any]:
+        accumulate = self._accumulate
+        pieces = jax.tree.map(lambda x: cut(x, accumulate), batch)
+        root = stream(state.key, "step", state.step)
+        rows = len(jax.tree.leaves(batch)[0])
+        parts = jnp.arange(accumulate), cut(jnp.arange(rows), accumulate)
+
+        # The divisors of the whole batch come first. They seldom depend on the parameters, and then XLA drops
+        # the forward pass from this scan and only counts tokens.
+        def count(variables, inputs):
+            out, variables = self._terms(state.params, variables, inputs[0], root, inputs[1])
+            return variables, _weights(out)
+
+        weights = jax.tree.map(jnp.sum, jax.lax.scan(count, state.variables, (pieces, parts))[1])
+
+        def body(carry, inputs):
+            grads, variables = carry
+
+            def objective(params):
+                out, new = self._terms(params, variables, inputs[0], root, inputs[1])
+                return _objective(out, weights, only), (out, new)
+
+            (value, (out, variables)), g = jax.value_and_grad(objective, has_aux=True)(state.params)
+            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, g)
+            return (grads, variables), (value, {k: t.total for k, t in out.items()})
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+        (grads, variables), (values, totals) = jax.lax.scan(body, (zeros, state.variables), (pieces, parts))
+        out = {k: Term(jnp.sum(v), weights[k]) for k, v in totals.items()}
+        return grads, _report(jnp.sum(values), out, next(iter(self.coefs))), variables
 
 
 def _weights(out: Mapping[str, Term]) -> dict[str, Any]:
@@ -199,8 +230,9 @@ def _mean(total: Any, weight: Any) -> Any:
     return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0)
 
 
-def _objective(out: Mapping[str, Term], weights: Mapping[str, Any]) -> Any:
-    parts = [t.coef * _mean(t.total, weights[k]) for k, t in out.items() if t.coef != 0.0]
+def _objective(out: Mapping[str, Term], weights: Mapping[str, Any], only: str | None = None) -> Any:
+    chosen = {k: t for k, t in out.items() if t.coef != 0.0 and only in (None, k)}
+    parts = [t.coef * _mean(t.total, weights[k]) for k, t in chosen.items()]
     return sum(parts[1:], parts[0])
 
 

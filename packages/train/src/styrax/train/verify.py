@@ -17,7 +17,7 @@ import numpy as np
 from styrax.core import UserError, tree
 from styrax.core.config import Resolved
 from styrax.core.trackers import Jsonl
-from styrax.train.compose import compose, fit_options, make_dataset
+from styrax.train.compose import compose, fit_options, make_dataset, make_hooks
 from styrax.train.loop import FitResult, fit
 from styrax.train.resume import flat
 from styrax.train.shardings import batch_sharding
@@ -158,7 +158,8 @@ def _run(resolved: Resolved, folder: Path, steps: int, *, stop: int | None = Non
                 raise UserError(f"a run that was stopped at step {expect} goes on from step {begun}")
             result = fit(
                 parts.make_model, parts.tx, loader if stop is None else _StoppedBy(loader, stop),
-                steps=steps, checkpointer=checkpointer, tracker=tracker, **fit_options(resolved, parts),
+                steps=steps, checkpointer=checkpointer, tracker=tracker, hooks=make_hooks(resolved),
+                **fit_options(resolved, parts),
             )  # fmt: skip
     finally:
         tracker.close()

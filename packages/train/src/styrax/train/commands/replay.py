@@ -76,6 +76,7 @@ def show(found: Any, top: int) -> None:
         for each in found.documents[:top]:
             print(f"  {each['loss']:>10.4f}  {each['tokens']:>6} tokens  {place(each)}")
         print(f"  (they add up to the step's loss within {abs(found.unaccounted):.1e})")
+    tell_terms(found.term_gradients)
     rows = sorted(found.norms.items(), key=lambda item: -largest(item[1]["gradient"]))
     print(f"{'norms by gradient':<48}{'parameter':>12}{'gradient':>12}{'update':>12}")
     for path, norms in rows[:top]:
@@ -88,6 +89,18 @@ def show(found: Any, top: int) -> None:
             print(f"  {name} ({count})")
     if found.first_nan:
         print(f"first NaN: {found.first_nan}")
+
+
+def tell_terms(terms: dict[str, dict[str, float]]) -> None:
+    """Print what each term of the loss has in the step's gradient, in the loss's order.
+
+    >>> tell_terms({"loss": {"norm": 2.0, "share": 1.02, "cosine": 0.999}})  # doctest: +NORMALIZE_WHITESPACE
+    gradient by term of the loss    norm   share  cosine
+      loss                             2    1.02   0.999
+    """
+    print(f"{'gradient by term of the loss':<48}" + "".join(f"{kind:>12}" for kind in ("norm", "share", "cosine")))
+    for name, of in terms.items():
+        print(f"  {name:<46}" + "".join(f"{cell(of[kind]):>12}" for kind in ("norm", "share", "cosine")))
 
 
 def tell_activations(found: Any, top: int) -> None:
