@@ -11,12 +11,15 @@ import numpy as np
 from jax.core import Tracer
 
 from styrax.core import UserError
+from styrax.models.arch import Attn, Latent
 from styrax.models.layers.fence import on_cpu
 from styrax.models.layers.mask import Mask
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int, Shaped
+
+    from styrax.models.config import DecoderConfig
 
 
 @jax.tree_util.register_dataclass
@@ -276,3 +279,39 @@ def _put(into: Shaped[Array, "..."], at: tuple, values: Shaped[Array, "..."]) ->
         into, values = (jax.lax.bitcast_convert_type(each, "uint16") for each in (into, values))
     new = into.at[at].set(values, mode="drop", wrap_negative_indices=False)
     return new if new.dtype == kind else jax.lax.bitcast_convert_type(new, kind)
+
+
+def empty_cache(config: DecoderConfig, batch: int, length: int, dtype: Any) -> KVCache:
+    """Make a cache in which nothing is yet.
+
+    Args:
+        config: Of the model.
+        batch: Rows.
+        length: Tokens that a row has room for.
+        dtype: Of keys, values and what is like them; the state of a recurrence is in float32.
+
+    Raises:
+        UserError: There is no room for anything.
+    """
+    if batch < 1 or length < 1:
+        raise UserError(f"init_cache: expected batch and length of 1 or more, got {batch} and {length}")
+    parts = tuple(
+        None if each.kind.role == "shared" else _part(config, each.kind.mixer, (len(each.layers), batch), length, dtype)
+        for each in config.plan[0]
+    )
+    return KVCache(parts, jnp.zeros(batch, "int32"), length)
+
+
+def _part(config: DecoderConfig, mixer: str, rows: tuple[int, int], length: int, dtype: Any) -> Any:
+    """The part of a stack of layers; `rows` are layers and rows."""
+    part = getattr(config.arch, mixer)
+    if isinstance(part, Attn):
+        held = slots_for(length, part.window or part.chunk)
+        shape = (*rows, config.kv_heads_of(part), held, config.head_width_of(part))
+        return Slots(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring=held < length)
+    if isinstance(part, Latent):
+        shape = (*rows, length)
+        return Latents(jnp.zeros((*shape, part.kv_rank), dtype), jnp.zeros((*shape, part.rope_dim), dtype))
+    channels = 2 * part.num_k_heads * part.k_dim + part.num_v_heads * part.v_dim
+    recent = jnp.zeros((*rows, part.conv - 1, channels), dtype)
+    return States(recent, jnp.zeros((*rows, part.num_v_heads, part.k_dim, part.v_dim), "float32"))

@@ -15,7 +15,7 @@ from styrax.models import objective, pipeline
 from styrax.models.activations import activations
 from styrax.models.arch import Attn, Latent
 from styrax.models.block import Block, times
-from styrax.models.cache import KVCache, Latents, Slots, States, slots_for
+from styrax.models.cache import KVCache, empty_cache
 from styrax.models.generate import generate
 from styrax.models.layers.attention import Reach, Scope
 from styrax.models.layers.dropout import dropout, of_layer, of_rows
@@ -357,27 +357,7 @@ class Decoder(nnx.Module):
             batch: Rows.
             length: Tokens that a row has room for.
         """
-        if batch < 1 or length < 1:
-            raise UserError(f"init_cache: expected batch and length of 1 or more, got {batch} and {length}")
-        parts = tuple(
-            None if each.kind.role == "shared" else self._part(each.kind.mixer, len(each.layers), batch, length)
-            for each in self.config.plan[0]
-        )
-        return KVCache(parts, jnp.zeros(batch, "int32"), length)
-
-    def _part(self, mixer: str, layers: int, batch: int, length: int) -> Slots | Latents | States:
-        config, dtype = self.config, self.policy.compute_dtype
-        part = getattr(config.arch, mixer)
-        if isinstance(part, Attn):
-            held = slots_for(length, part.window or part.chunk)
-            shape = (layers, batch, config.kv_heads_of(part), held, config.head_width_of(part))
-            return Slots(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring=held < length)
-        if isinstance(part, Latent):
-            shape = (layers, batch, length)
-            return Latents(jnp.zeros((*shape, part.kv_rank), dtype), jnp.zeros((*shape, part.rope_dim), dtype))
-        channels = 2 * part.num_k_heads * part.k_dim + part.num_v_heads * part.v_dim
-        recent = jnp.zeros((layers, batch, part.conv - 1, channels), dtype)
-        return States(recent, jnp.zeros((layers, batch, part.num_v_heads, part.k_dim, part.v_dim), "float32"))
+        return empty_cache(self.config, batch, length, self.policy.compute_dtype)
 
     def generate(
         self,
