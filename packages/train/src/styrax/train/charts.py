@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -73,11 +74,11 @@ def chart(title: str, unit: str, lines: Sequence[Line]) -> str:
         return HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     parts = []
-    for y in ticks(low, high):
+    for y, text in labels(ticks(low, high)):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{number(y)}</text>')
-    for x in ticks(first, last):
-        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(x)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{text}</text>')
+    for x, text in labels(ticks(first, last)):
+        parts.append(f'<text x="{across(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{text}</text>')
     frame = f'x="{LEFT}" y="{TOP - 2}" width="{WIDTH - LEFT - RIGHT + 4}" height="{HEIGHT - TOP - BOTTOM + 4}"'
     drawn = []
     for line in lines:
@@ -149,6 +150,20 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST) -> list[tuple[
         ends = {min(piece, key=lambda i: points[i][1]), max(piece, key=lambda i: points[i][1])}
         kept += [points[i] for i in sorted(ends)]
     return kept
+
+
+def labels(values: Sequence[float]) -> list[tuple[float, str]]:
+    """The numbers of an axis, with as many digits as tell them apart.
+
+    >>> labels([1.0, 1.5]), labels([5.5445, 5.545])
+    ([(1.0, '1'), (1.5, '1.5')], [(5.5445, '5.5445'), (5.545, '5.5450')])
+    """
+    texts = [number(value) for value in values]
+    if len(set(texts)) < len(texts):
+        gap = min(after - before for before, after in itertools.pairwise(values))
+        digits = max(0, -math.floor(math.log10(gap)))
+        texts = [f"{value:,.{digits}f}" for value in values]
+    return list(zip(values, texts, strict=True))
 
 
 def number(value: float) -> str:
