@@ -16,6 +16,15 @@ def corpus(tmp_path_factory):
     return support.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.fixture(scope="module")
+def here(corpus, tmp_path_factory):
+    """The command in one folder for a whole file of tests, with the cache that runs in this process use too."""
+    folder = tmp_path_factory.mktemp("here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STYRAX_CACHE", str(folder / "cache"))
+        yield support.Command(corpus, folder)
+
+
 @pytest.fixture
 def styrax(corpus, tmp_path):
     """The command, with a cache of its own, in a folder of its own."""

@@ -84,11 +84,20 @@ def test_several_processes_have_the_curve_of_one(styrax, processes, devices):
     assert next((styrax.folder / "several" / "samples").iterdir()).read_text().startswith("def ")
 
 
+LONG = {"train__steps": 300, "checkpoint__every": 1000, "train__eval_every": 0}
+
+
+@pytest.fixture(scope="module")
+def straight(here):
+    """The run of two processes that was left alone."""
+    job = Job(here, here.config(**LONG), here.folder / "straight", 2, 1)
+    assert job.end() == 0, job.said()
+    return job.run
+
+
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_signal_on_any_process_saves_everywhere(styrax, number):
-    config = styrax.config(train__steps=300, checkpoint__every=1000, train__eval_every=0)
-    straight = Job(styrax, config, styrax.folder / "straight", 2, 1)
-    assert straight.end() == 0, straight.said()
+def test_a_signal_on_any_process_saves_everywhere(styrax, straight, number):
+    config = styrax.config(**LONG)
     job = Job(styrax, config, styrax.folder / "run", 2, 1)
     job.reach(20)
     pids = job.children()
@@ -98,13 +107,11 @@ def test_a_signal_on_any_process_saves_everywhere(styrax, number):
     assert alive(pids) == []
     again = Job(styrax, config, job.run, 2, 1)
     assert again.end() == 0, again.said()
-    assert_same_run(job.run, straight.run)
+    assert_same_run(job.run, straight)
 
 
-def test_all_save_and_end_when_the_launcher_is_killed(styrax):
-    config = styrax.config(train__steps=300, checkpoint__every=1000, train__eval_every=0)
-    straight = Job(styrax, config, styrax.folder / "straight", 2, 1)
-    assert straight.end() == 0, straight.said()
+def test_all_save_and_end_when_the_launcher_is_killed(styrax, straight):
+    config = styrax.config(**LONG)
     job = Job(styrax, config, styrax.folder / "run", 2, 1)
     job.reach(20)
     pids = job.children()
@@ -118,7 +125,7 @@ def test_all_save_and_end_when_the_launcher_is_killed(styrax):
     assert 20 <= arrays(job.run)[0] == lines(job.run)[-1]["step"] < 300  # nothing but the signal saves there
     again = Job(styrax, config, job.run, 2, 1)
     assert again.end() == 0, again.said()
-    assert_same_run(job.run, straight.run)
+    assert_same_run(job.run, straight)
 
 
 def test_a_stop_file_ends_all(styrax):

@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-import support
 
 from styrax.core import UserError
 from styrax.core.config import find_schema, read_config
@@ -27,11 +26,8 @@ def resolved(styrax, **changes):
 
 
 @pytest.fixture(scope="module")
-def styrax(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("replay")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STYRAX_CACHE", str(folder / "cache"))
-        yield support.Command(corpus, folder)
+def styrax(here):
+    return here
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Statistics on request of a real decoder on a mesh, and what each term of its loss has in the gradient."""
 
 import pytest
-import support
 from support import arrays, lines
 
 from styrax.core import UserError
@@ -15,11 +14,8 @@ WATCH = {"train__watch__parameters": '["layers/attn/**/kernel", "embed/*"]', "tr
 
 
 @pytest.fixture(scope="module")
-def styrax(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("watch")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STYRAX_CACHE", str(folder / "cache"))
-        yield support.Command(corpus, folder)
+def styrax(here):
+    return here
 
 
 def trained(styrax, name, **changes):

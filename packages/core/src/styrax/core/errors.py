@@ -36,11 +36,12 @@ def nearest(name: str, options: Iterable[str], n: int = 1) -> str:
         " (did you mean 'steps'?)"
         >>> nearest("lr", ["steps", "learning_rate"])
         " (did you mean 'learning_rate'?)"
-        >>> nearest("batch", ["steps", "seed"])
-        ''
+        >>> nearest("batch", ["steps", "seed"]), nearest("--stesp", ["--help"])
+        ('', '')
     """
-    folded = {option.casefold(): option for option in options}
-    name = str(name).casefold()
+    # Dashes are no part of a word: all flags would be alike by them.
+    folded = {option.casefold().lstrip("-"): option for option in options}
+    name = str(name).casefold().lstrip("-")
     close = difflib.get_close_matches(name, list(folded), n=n, cutoff=0.6)
     if not close:
         initials = ("".join(word[:1] for word in option.split("_")) for option in folded)

@@ -94,7 +94,7 @@ class Uploader:
         if not missing:
             return
         known = dict.fromkeys(there, Kept())
-        if self._mirror.keep_best is not None:
+        if self._mirror.keep_best is not None or self._mirror.temporary:  # else its number says all
             for step in there:
                 with contextlib.suppress(Damaged, FileNotFoundError):
                     known[step] = _kept(self._bucket.manifest(step))
