@@ -82,21 +82,25 @@ class Prober:
         watching = optax.GradientTransformation(lambda params: (tx.init(params), {}, {}), update)
         step = make_step(graphdef, watching, loss, accumulate=accumulate, metrics=seen)
 
+        # What does not depend on the step is a program of its own: exchanges of one program that do not depend on each
+        # other, of which one is in a loop, begin on some CPU devices with the one and on others with the other, and
+        # wait for each other for ever.
+        def given(state: TrainState, batch: Any) -> Any:
+            found = {"parameter": state.params, "variable": state.variables, "batch": batch}
+            counts = {name: _counts(each) for name, each in found.items()}
+            return {"parameter": norms(tree.flatten(state.params), self._axes)}, counts
+
         def probe(state: TrainState, batch: Any) -> Any:
             after, report = step(state._replace(opt_state=(state.opt_state, {}, {})), batch)
             inner, gradient, grads = after.opt_state
             moved = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), after.params, state.params)
-            told = {
-                name: norms(tree.flatten(x), self._axes) for name, x in (("parameter", state.params), ("update", moved))
-            }
             counts = {
-                "parameter": _counts(state.params), "variable": _counts(state.variables), "batch": _counts(batch),
                 "metric": _counts(report), "gradient": grads, "optimizer state": _counts(inner),
                 "new parameter": _counts(after.params),
             }  # fmt: skip
-            return report, {**told, "gradient": gradient}, counts
+            return report, {"update": norms(tree.flatten(moved), self._axes), "gradient": gradient}, counts
 
-        self._probe = jax.jit(probe)
+        self._given, self._probe = jax.jit(given), jax.jit(probe)
         self._tokens = jax.jit(self._token_losses)
         self._watch = jax.jit(self.measure)
         self._gradients = Gradients(graphdef, loss, accumulate=accumulate)
@@ -106,9 +110,11 @@ class Prober:
     def __call__(self, state: TrainState, batch: Any) -> Probed:
         """Take the step from ``state`` over ``batch``, and say what it did."""
         with self._meshed():
+            before, counted = jax.device_get(self._given(state, batch))
             report, told, counts = jax.device_get(self._probe(state, batch))
+        counts |= counted
         by_path: dict[str, dict[str, float | list[float]]] = {}
-        for kind, values in told.items():
+        for kind, values in (before | told).items():
             for path, value in values.items():
                 by_path.setdefault(path, {})[kind] = value.tolist()
         bad: dict[str, int] = {}
@@ -171,10 +177,10 @@ class Prober:
                 return {names[0]: _share(size, size, size * size)}
             if self._whole is None:
                 where = jax.tree.map(lambda x: x.sharding, state.params)
-                self._whole = jax.jit(lambda state, batch: self._gradients(state, batch)[0], out_shardings=where)
-            whole = self._whole(state, batch)
+                self._whole = jax.jit(self._all_terms, out_shardings=(where, None))
+            whole, size = self._whole(state, batch)
             found = jax.device_get({name: self._part(state, batch, whole, name=name) for name in names})
-        return {name: _share(*(float(x) for x in found[name])) for name in names}
+        return {name: _share(float(found[name][0]), float(size), float(found[name][1])) for name in names}
 
     def measure(self, state: TrainState, batch: Any) -> dict[str, dict[str, Any]]:
         """What the model tells of its activations, of each micro-batch along a first axis; :func:`together` joins them.
@@ -245,9 +251,13 @@ class Prober:
         found = jax.lax.map(losses, (pieces, parts))
         return jnp.swapaxes(found, 0, 1).reshape(-1, found.shape[-1])
 
-    def _term(self, state: TrainState, batch: Any, whole: Any, name: str) -> tuple[Any, Any, Any]:
+    def _all_terms(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+        whole = self._gradients(state, batch)[0]
+        return whole, jnp.sqrt(_dot(whole, whole))
+
+    def _term(self, state: TrainState, batch: Any, whole: Any, name: str) -> tuple[Any, Any]:
         part = self._gradients(state, batch, name)[0]
-        return jnp.sqrt(_dot(part, part)), jnp.sqrt(_dot(whole, whole)), _dot(part, whole)
+        return jnp.sqrt(_dot(part, part)), _dot(part, whole)
 
     def _meshed(self) -> contextlib.AbstractContextManager[Any]:
         return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()

@@ -29,8 +29,8 @@ SHOWN = 50
 class Watch(Hook):
     r"""Adds norms of some parameters, of their gradients and of their updates to the metrics, and activations.
 
-    Every so many steps, and at the last one, a program of its own takes the step's gradient and update once more from
-    the same state, batch and random streams, and keeps nothing of them but numbers. So the program of the training step
+    Every so many steps, and at the last one, programs of its own take the step's gradient and update once more from
+    the same state, batch and random streams, and keep nothing of them but numbers. So the program of the training step
     is the one of a run without this, and the parameters are the same bit for bit. A watched step costs about the time
     of two. The gradient is that which the optimizer gets, before it is clipped.
 
@@ -99,8 +99,8 @@ class Watch(Hook):
             self._compiled[shapes] = self._compile(state, batch)
         if not self._due(step):
             return None
-        found = self._compiled[shapes](state, batch)
-        return lambda: _named(*jax.device_get(found))
+        found = {name: program(state, batch) for name, program in self._compiled[shapes].items()}
+        return lambda: _named(jax.device_get(found))
 
     def _due(self, step: int) -> bool:
         return step % self._every == 0 or step == self._setup.steps
@@ -117,35 +117,44 @@ class Watch(Hook):
                     jax.eval_shape(self._prober.measure, state, batch)
                 except UserError as error:
                     raise UserError(f"watch: activations: {error}, or leave the activations out") from error
-            return jax.jit(self._measure, out_shardings=everywhere).lower(state, batch).compile()
+            # Programs of their own, for the reason that stands in the prober.
+            programs: dict[str, Callable[..., Any]] = {}
+            if self._paths:
+                programs |= {"parameter": self._held, "moved": self._moved}
+            if self._activations:
+                programs["activation"] = self._prober.measure
+            return {
+                name: jax.jit(program, out_shardings=everywhere).lower(state, batch).compile()
+                for name, program in programs.items()
+            }
 
-    def _measure(self, state: TrainState, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found = {}
-        if self._paths:
-            gradient = self._gradients(state, dict(batch))[0]
-            moves, _ = self._setup.tx.update(gradient, state.opt_state, state.params)
-            before, after = self._chosen(state.params), self._chosen(optax.apply_updates(state.params, moves))
-            update = {path: after[path].astype(jnp.float32) - x.astype(jnp.float32) for path, x in before.items()}
-            kinds = {"parameter": before, "gradient": self._chosen(gradient), "update": update}
-            found = {kind: norms(values, self._setup.logical_axes or {}) for kind, values in kinds.items()}
-        return found, self._prober.measure(state, batch) if self._activations else {}
+    def _held(self, state: TrainState, batch: Any) -> dict[str, Any]:
+        return norms(self._chosen(state.params), self._setup.logical_axes or {})
+
+    def _moved(self, state: TrainState, batch: Any) -> dict[str, dict[str, Any]]:
+        gradient = self._gradients(state, dict(batch))[0]
+        moves, _ = self._setup.tx.update(gradient, state.opt_state, state.params)
+        before, after = self._chosen(state.params), self._chosen(optax.apply_updates(state.params, moves))
+        update = {path: after[path].astype(jnp.float32) - x.astype(jnp.float32) for path, x in before.items()}
+        kinds = {"gradient": self._chosen(gradient), "update": update}
+        return {kind: norms(values, self._setup.logical_axes or {}) for kind, values in kinds.items()}
 
     def _chosen(self, values: Any) -> dict[str, Any]:
         flat = tree.flatten(values)
         return {path: flat[path] for path in self._paths}
 
 
-def _named(found: Mapping[str, Mapping[str, Any]], activations: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def _named(found: Mapping[str, Any]) -> dict[str, float]:
     """Numbers by the names of metrics.
 
-    >>> _named({"update": {"embed": jnp.array(2.0), "layers/w": jnp.array([1.0, 3.0])}}, {})
-    {'norm/update/embed': 2.0, 'norm/update/layers/w/0': 1.0, 'norm/update/layers/w/1': 3.0}
+    >>> _named({"parameter": {"embed": jnp.array(2.0)}, "moved": {"update": {"layers/w": jnp.array([1.0, 3.0])}}})
+    {'norm/parameter/embed': 2.0, 'norm/update/layers/w/0': 1.0, 'norm/update/layers/w/1': 3.0}
     """
     told: dict[str, float] = {}
-    for kind, values in found.items():
+    for kind, values in sorted({"parameter": found.get("parameter", {}), **found.get("moved", {})}.items()):
         for path, value in values.items():
             told |= _each(f"norm/{kind}/{path}", value.tolist())
-    joined = {path: together(stats) for path, stats in sorted(activations.items())}
+    joined = {path: together(stats) for path, stats in sorted(found.get("activation", {}).items())}
     for kind in TOLD:
         for path, stats in joined.items():
             told |= _each(f"activation/{kind}/{path}", stats[kind], stats.get("layer"))
