@@ -26,6 +26,7 @@ class Faulty(MemoryFileSystem):
     calls = []  # noqa: RUF012
     hidden = {}  # noqa: RUF012  name -> listings that do not show it yet
     lock = threading.Lock()
+    one_position = threading.RLock()  # all who open an object in memory share its position
     before = after = None
 
     @classmethod
@@ -38,7 +39,9 @@ class Faulty(MemoryFileSystem):
             Faulty.calls.append((operation, name))
         if Faulty.before is not None:
             Faulty.before(operation, name)
-        result = getattr(super(), operation)(*([args[0], path] if operation == "put_file" else [path, *args]), **kwargs)
+        args = [args[0], path] if operation == "put_file" else [path, *args]
+        with Faulty.one_position:
+            result = getattr(super(), operation)(*args, **kwargs)
         return result if Faulty.after is None else Faulty.after(operation, name, result)
 
     def pipe_file(self, path, value, **kwargs):

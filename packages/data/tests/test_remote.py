@@ -51,11 +51,13 @@ class Faulty(MemoryFileSystem):
     pseudo_dirs = [""]  # noqa: RUF012
     reads = []  # noqa: RUF012
     fault = None
+    one_position = threading.Lock()  # all who open a file in memory share its position
 
     def cat_file(self, path, start=None, end=None, **kwargs):
         name = path.rpartition("/")[2]
         Faulty.reads.append((name, start))
-        content = super().cat_file(path, start=start, end=end, **kwargs)
+        with Faulty.one_position:
+            content = super().cat_file(path, start=start, end=end, **kwargs)
         return content if Faulty.fault is None else Faulty.fault(name, start, end, content)
 
     def put_file(self, local, remote, **kwargs):
