@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from styrax.core import UserError
 from styrax.models import DecoderConfig, Runtime
-from styrax.models.attention import Call, get, register, splash
+from styrax.models.attention import Call, blocked, get, register, splash
 from styrax.models.encoder_block import segment_mask
 from styrax.models.layers.attend import attend
 from styrax.models.layers.mask import Mask, document_mask, document_positions
@@ -24,7 +25,17 @@ register(
     functools.partial(splash.attend, interpret=True),
     supports=lambda call: splash.supports(replace(call, platform="tpu")),
 )
-QUICK = ["reference", "blocked", "jax.nn"]
+HEAD_BY_HEAD = "blocked-by-head"
+
+
+def head_by_head(*args, **options):
+    """What is for long rows, in blocks that do not divide them."""
+    with mock.patch.multiple(blocked, _LONG=1, _LONG_BLOCK=48):
+        return blocked.attend(*args, **options)
+
+
+register(HEAD_BY_HEAD, head_by_head)
+QUICK = ["reference", "blocked", HEAD_BY_HEAD, "jax.nn"]
 EVERY = [*QUICK, pytest.param(INTERPRETED, marks=pytest.mark.slow)]
 SEQ = 128  # what splash has as its least; two blocks of the blocked one
 
@@ -194,6 +205,31 @@ def check(name, case):
 @pytest.mark.parametrize("name", EVERY)
 def test_values_and_gradients_against_float64(name, case):
     check(name, CASES[case])
+
+
+def test_long_rows_keep_no_table_for_the_gradient():
+    """What stays until the backward pass grows with the row, not with its square."""
+
+    def kept(seq):
+        shapes = jax.ShapeDtypeStruct((1, seq, 2, 4), "float32"), jax.ShapeDtypeStruct((1, 2, seq, 4), "float32")
+        back = jax.eval_shape(lambda q, k: jax.vjp(lambda *a: attend(*a, k, mask=document_mask(seq)), q, k)[1], *shapes)
+        return sum(leaf.size for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.float32)
+
+    assert kept(4 * blocked._LONG) == 4 * kept(blocked._LONG)
+    assert kept(blocked._LONG // 4) > kept(blocked._LONG)  # as the short ones do
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_just_long_enough_against_float64(dtype):
+    case = Case(seq=blocked._LONG, kv_heads=1, heads=2, segments=True)
+    ids = ids_of(case.seq)
+    arrays = {key: array.astype(dtype) for key, array in inputs(case).items()}
+    wide = {key: np.asarray(array, "float64") for key, array in arrays.items()}
+    got, expected = computed("auto", case, mask_of(case, ids), arrays), in_float64(case, allowed_of(case, ids), wide)
+    limit = {"float32": 2e-5, "bfloat16": 3e-2}[dtype]
+    for part in ("out", "query", "key", "value"):
+        assert got[part].dtype == dtype
+        np.testing.assert_allclose(got[part].astype("float64"), expected[part], atol=limit, rtol=limit, err_msg=part)
 
 
 def test_splash_step_by_step_against_float64():
