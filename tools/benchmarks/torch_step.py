@@ -18,6 +18,9 @@ import torch  # pyright: ignore[reportMissingImports]
 from torch import nn  # pyright: ignore[reportMissingImports]
 from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
+EMBEDDINGS = ("embed", "places")
+NORMS = {"llama": functional.rms_norm, "gpt": functional.layer_norm}
+
 
 def rotated(x: Any, cos: Any, sin: Any) -> Any:
     """Rotary positions."""
@@ -28,29 +31,34 @@ def rotated(x: Any, cos: Any, sin: Any) -> Any:
 class Block(nn.Module):
     """Attention and MLP."""
 
-    def __init__(self, flat: dict[str, Any], layer: int, heads: int, width: int, eps: float) -> None:
+    def __init__(self, flat: dict[str, Any], layer: int, sizes: dict[str, Any]) -> None:
         super().__init__()
-        self.heads, self.width, self.eps = heads, width, eps
+        self.heads, self.width, self.eps, self.norm = sizes["heads"], sizes["width"], sizes["eps"], NORMS[sizes["arch"]]
+        self.gated = "layers/mlp/gate/kernel" in flat
         for name in "qkvo":
             setattr(self, name, nn.Parameter(flat[f"layers/attn/{name}/kernel"][layer].T.contiguous()))
-        for name in ("gate", "up", "down"):
+        for name in ("gate", "up", "down") if self.gated else ("up", "down"):
             setattr(self, name, nn.Parameter(flat[f"layers/mlp/{name}/kernel"][layer].T.contiguous()))
         for name in ("attn_norm", "mlp_norm"):
             setattr(self, name, nn.Parameter(flat[f"layers/{name}/scale"][layer].clone()))
 
-    def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+    def forward(self, x: Any, turn: tuple[Any, Any] | None) -> Any:
         """`[rows, length, dim]`, the same."""
         rows, length, dim = x.shape
-        h = functional.rms_norm(x, (dim,), self.attn_norm, self.eps)
+        h = self.norm(x, (dim,), self.attn_norm, eps=self.eps)
         q, k, v = (
             functional.linear(h, kernel).view(rows, length, self.heads, self.width).transpose(1, 2)
             for kernel in (self.q, self.k, self.v)
         )
-        q, k = rotated(q, cos, sin).to(v.dtype), rotated(k, cos, sin).to(v.dtype)
+        if turn is not None:
+            q, k = rotated(q, *turn).to(v.dtype), rotated(k, *turn).to(v.dtype)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + functional.linear(y.transpose(1, 2).reshape(rows, length, dim), self.o)
-        h = functional.rms_norm(x, (dim,), self.mlp_norm, self.eps)
-        a = functional.silu(functional.linear(h, self.gate)) * functional.linear(h, self.up)
+        h = self.norm(x, (dim,), self.mlp_norm, eps=self.eps)
+        if self.gated:
+            a = functional.silu(functional.linear(h, self.gate)) * functional.linear(h, self.up)
+        else:
+            a = functional.gelu(functional.linear(h, self.up))
         return x + functional.linear(a, self.down)
 
 
@@ -59,20 +67,29 @@ class Model(nn.Module):
 
     def __init__(self, flat: dict[str, Any], sizes: dict[str, Any]) -> None:
         super().__init__()
-        heads, width, eps = sizes["heads"], sizes["width"], sizes["eps"]
-        self.width, self.theta, self.eps = width, sizes["theta"], eps
+        self.width, self.theta, self.eps, self.norm_of = (
+            sizes["width"],
+            sizes["theta"],
+            sizes["eps"],
+            NORMS[sizes["arch"]],
+        )
         self.embed = nn.Parameter(flat["embed/embedding"].clone())
-        self.blocks = nn.ModuleList(Block(flat, layer, heads, width, eps) for layer in range(sizes["layers"]))
+        self.places = nn.Parameter(flat["positions/embedding"].clone()) if "positions/embedding" in flat else None
+        self.blocks = nn.ModuleList(Block(flat, layer, sizes) for layer in range(sizes["layers"]))
         self.norm = nn.Parameter(flat["final_norm/scale"].clone())
 
     def forward(self, tokens: Any, targets: Any) -> Any:
         """Tokens and the next ones, `[rows, length]`."""
-        place = torch.arange(tokens.shape[1])
-        angle = place[:, None] * self.theta ** (-torch.arange(self.width // 2) * 2 / self.width)
-        x, cos, sin = functional.embedding(tokens, self.embed), angle.cos(), angle.sin()
+        place, turn = torch.arange(tokens.shape[1]), None
+        x = functional.embedding(tokens, self.embed)
+        if self.places is None:
+            angle = place[:, None] * self.theta ** (-torch.arange(self.width // 2) * 2 / self.width)
+            turn = angle.cos(), angle.sin()
+        else:
+            x = x + functional.embedding(place, self.places)
         for block in self.blocks:
-            x = block(x, cos, sin)
-        logits = functional.linear(functional.rms_norm(x, (x.shape[-1],), self.norm, self.eps), self.embed)
+            x = block(x, turn)
+        logits = functional.linear(self.norm_of(x, (x.shape[-1],), self.norm, eps=self.eps), self.embed)
         return functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1))
 
 
@@ -83,8 +100,8 @@ class Loop:
         self.hyper, self.bf16, self.count = asked["hyper"], asked["dtype"] == "bf16", 0
         self.model = Model({path: torch.tensor(leaf) for path, leaf in asked["params"].items()}, asked["sizes"])
         self.run = torch.compile(self.model) if compiled else self.model
-        matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and name != "embed"]
-        others = [p for name, p in self.model.named_parameters() if p.ndim < 2 or name == "embed"]
+        matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and name not in EMBEDDINGS]
+        others = [p for name, p in self.model.named_parameters() if p.ndim < 2 or name in EMBEDDINGS]
         groups = [{"params": matrices, "weight_decay": self.hyper["decay"]}, {"params": others, "weight_decay": 0.0}]
         betas = (self.hyper["b1"], self.hyper["b2"])
         self.adam = torch.optim.AdamW(groups, lr=self.hyper["peak"], betas=betas, eps=self.hyper["eps"], fused=True)

@@ -1,12 +1,13 @@
 """A whole training step: ours, written by hand in plain JAX, and a nanoGPT-style loop in torch, eager and compiled.
 
-python tools/benchmarks/train_step.py [--size recipe|10m|50m] [--dtype f32|bf16] [--rounds 10] [--learn 300] [--quick]
-    [--torch-python PYTHON]
+python tools/benchmarks/train_step.py [--arch llama|gpt] [--size recipe|10m|50m] [--dtype f32|bf16] [--rounds 10]
+    [--learn 300] [--quick] [--torch-python PYTHON]
 
-All have the same decoder (RMSNorm, rotary positions, SwiGLU, tied head), the same first parameters, batches and AdamW
-(clipping, decay of matrices, warm-up and cosine), and run in turn on all cores, torch in its own process. A turn is
-a few steps in a row, after one that does not count. The text is the source of Python's standard library, one token per
-byte. `recipe` has the sizes of nanoGPT's recipe for a CPU. bf16 computes in bfloat16 with float32 parameters: torch by
+All have the same decoder with a tied head (llama: RMSNorm, rotary positions, SwiGLU; gpt, which is nanoGPT's: LayerNorm
+without bias, learned positions, GELU, and no step by hand), the same first parameters, batches and AdamW (clipping,
+decay of matrices, warm-up and cosine). They run in turn on all cores, torch in its own process. A turn is a few steps
+in a row, after one that does not count. The text is the source of Python's standard library, one token per byte.
+`recipe` has the sizes of nanoGPT's recipe for a CPU. bf16 computes in bfloat16 with float32 parameters: torch by
 autocast, as nanoGPT does. Printed are medians of tokens per second, medians of the ratios within a round, and after
 `--learn` steps the loss on text that was held out.
 
@@ -36,7 +37,7 @@ import plain_jax
 from flax import nnx
 
 from styrax.core import Policy, tree
-from styrax.models import DecoderConfig
+from styrax.models import MLP, Arch, DecoderConfig, Norm, Rope
 from styrax.optim import AdamW
 from styrax.optim.schedules import Cosine
 from styrax.train import init_state, make_step, next_token_loss
@@ -137,6 +138,7 @@ class InTorch:
             "layers": config.num_layers,
             "theta": config.rope.theta,
             "eps": config.arch.norm.eps,
+            "arch": "gpt" if config.arch.learned_positions else "llama",
         }
         params = {path: np.asarray(leaf) for path, leaf in tree.flatten(ours.first).items()}
         hyper = plain_jax.Hyper(PEAK, WARMUP, steps, b2=B2, decay=DECAY)._asdict()
@@ -170,22 +172,32 @@ def torch_version(python: str) -> str | None:
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-def compare(name: str, dtype: str, rounds: int, learn: int, ids: np.ndarray, torch: InTorch | None) -> None:
+def decoder(name: str, arch: str) -> DecoderConfig:
+    """A size of an architecture."""
+    layers, width, heads, mlp, length, _, _ = SIZES[name]
+    sizes: dict[str, Any] = {"num_layers": layers, "embed_dim": width, "num_heads": heads, "remat": "none"}
+    if arch == "llama":
+        return DecoderConfig(mlp_dim=mlp, **sizes)
+    parts = Arch(norm=Norm(kind="layer"), mlp=MLP(activation="gelu", gated=False), learned_positions=True)
+    return DecoderConfig(mlp_dim=4 * width, max_len=length, rope=Rope(kind="none"), arch=parts, **sizes)
+
+
+def compare(name: str, arch: str, dtype: str, rounds: int, learn: int, ids: np.ndarray, torch: InTorch | None) -> None:
     """One size and dtype."""
-    layers, width, heads, mlp, length, rows, vocab = SIZES[name]
-    config = DecoderConfig(num_layers=layers, embed_dim=width, num_heads=heads, mlp_dim=mlp, remat="none")
+    *_, length, rows, vocab = SIZES[name]
+    config = decoder(name, arch)
     row = IN_A_ROW[name]
     done = (rounds + 1) * (row + 1)
     steps = max(learn, done)
     ours = Ours(config, vocab, dtype, steps)
     works: dict[str, Turn] = {"ours": timed(ours)}
-    if dtype == "f32":
+    if dtype == "f32" and arch == "llama":
         for label, remat in (("by hand", False), ("by hand, recomputed", True)):
             works[label] = timed(ByHand(ours, config, vocab, steps, remat=remat))
     if torch is not None:
         works |= torch.begin(ours, config, dtype, steps)
     count = sum(leaf.size for leaf in jax.tree.leaves(ours.first))
-    print(f"\n{name}, {dtype}: {count / 1e6:.1f} million parameters, {rows} x {length} tokens")
+    print(f"\n{name}, {arch}, {dtype}: {count / 1e6:.1f} million parameters, {rows} x {length} tokens")
     split, rng = len(ids) * 9 // 10, np.random.default_rng(0)
     took: dict[str, list[float]] = {label: [] for label in works}
     losses = {}
@@ -223,6 +235,7 @@ def compare(name: str, dtype: str, rounds: int, learn: int, ids: np.ndarray, tor
 def main() -> None:
     """Run what the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", choices=("llama", "gpt"), default="llama")
     parser.add_argument("--size", choices=[name for name in SIZES if name != "quick"], action="append")
     parser.add_argument("--dtype", choices=("f32", "bf16"), action="append")
     parser.add_argument("--rounds", type=int, default=10)
@@ -237,9 +250,10 @@ def main() -> None:
     torch = InTorch(args.torch_python) if found else None
     print(f"load {os.getloadavg()[0]:.1f}")
     ids = text()
+    rounds, learn = (2, 5) if args.quick else (args.rounds, args.learn)
     for name in ["quick"] if args.quick else args.size or ["recipe", "10m", "50m"]:
         for dtype in args.dtype or ["f32", "bf16"]:
-            compare(name, dtype, 2 if args.quick else args.rounds, 5 if args.quick else args.learn, ids, torch)
+            compare(name, args.arch, dtype, rounds, learn, ids, torch)
 
 
 if __name__ == "__main__":
