@@ -212,8 +212,8 @@ def test_another_kind_of_model_has_no_widths():
 
 @pytest.mark.parametrize(
     ("remat", "a_token_and_layer"),
-    # The stream; and the products of attention and MLP; and what lies between them.
-    [("block", 8), ("dots", 8 + 8 + 16 + 2 * 8 + 2 * 32), ("none", 8 + 3 * 8 + 2 * 16 + 2 * 8 + 3 * 32)],
+    # The stream; and the products of attention and MLP; and what lies between them, with norms' inputs in float32.
+    [("block", 8), ("dots", 8 + 8 + 16 + 2 * 8 + 2 * 32), ("none", 6 * 8 + 2 * 16 + 2 * 8 + 6 * 32 + 2 * 2 * 8)],
 )
 def test_what_is_kept_for_the_backward_pass(remat, a_token_and_layer):
     widths = Widths(

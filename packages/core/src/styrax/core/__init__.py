@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from styrax.core.mesh import DEFAULT_RULES, MeshConfig
     from styrax.core.precision import Policy
     from styrax.core.random import stream
+    from styrax.core.rules import rules_in_force, use_rules
     from styrax.core.trackers import Jsonl
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "UserError",
     "lazy_exports",
     "nearest",
+    "rules_in_force",
     "stream",
+    "use_rules",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -33,6 +36,8 @@ __getattr__, __dir__ = lazy_exports(
         "UsageError": "errors",
         "UserError": "errors",
         "nearest": "errors",
+        "rules_in_force": "rules",
         "stream": "random",
+        "use_rules": "rules",
     },
 )

@@ -308,16 +308,16 @@ class DecoderConfig:
 
         Args:
             rows: Of a batch, or of the part of it that is computed at once.
-            mesh: With an axis `stage`.
+            mesh: With an axis that layers are split over by the rules in force, such as `stage`.
 
         Raises:
             UserError: Layers or rows do not divide; all problems are listed.
         """
         from styrax.models.layers.meshes import Here
-        from styrax.models.pipeline import AXIS, schedule
+        from styrax.models.pipeline import schedule, stages_of
 
         here = Here(mesh, dict(mesh.shape))
-        return schedule(self.runtime, self.plan[1], rows, here) if here.free.get(AXIS, 1) > 1 else None
+        return schedule(self.runtime, self.plan[1], rows, here) if stages_of(here) else None
 
     def train_flops_per_token(self, *, vocab_size: int, length: int) -> dict[str, float]:
         """Count the arithmetic of training on a token, by the two conventions in use; see `styrax.models.cost`.

@@ -218,7 +218,7 @@ class Decoder(nnx.Module):
         parts = (None,) * len(stacks) if cache is None else cache.parts
         remat = cache is None and remat_of(config.remat, self.embed.embedding[...])
         here, step = mesh_of(self.embed.embedding[...]), step_in(scope)
-        if cache is None and here.free.get(pipeline.AXIS, 1) > 1:
+        if cache is None and pipeline.stages_of(here):
             x, reports = self._pipelined(step_in, x.reshape(*tokens.shape, -1), (positions, segment_ids, key), here)
         elif scans(config.scan, self.embed.embedding[...]):
             x, parts, reports = run_scanned(step, segments, blocks, x, parts, remat=remat, rows=per_layer)

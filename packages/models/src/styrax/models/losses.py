@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,7 +95,7 @@ def next_token(
     here = mesh_of(x)
     if most_logits is None:
         most_logits = MOST_LOGITS if on_cpu(x) else MOST_LOGITS_ON_ACCELERATORS
-    ways = here.ways(here.axes("batch", x.shape[0])) * here.ways(here.axes("seq", x.shape[1]))
+    ways = math.prod(map(here.ways, here.split(("batch", "seq"), x.shape[:2])))
     pieces = _pieces(x.shape[0], x.shape[1], vocab_size, most_logits * ways)
     run = piece if pieces == 1 else functools.partial(_by_pieces, piece, pieces)
     coefs = {"loss": 1.0, "z_loss": z_loss}

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from styrax.models.layout import Segment
     from styrax.models.pipeline_1f1b import Layers
 
-AXIS = pipeline_1f1b.AXIS
 _ENTERS = "enters a layer"
 
 
@@ -33,7 +32,7 @@ class Schedule(NamedTuple):
     """How a pipeline is filled.
 
     Attributes:
-        stages: Devices along the mesh axis `stage`.
+        stages: Devices along the mesh axes that split layers, such as `stage`.
         microbatches: Parts that the rows of a batch are cut into.
         repeats: Runs of layers that each stage holds.
         kind: "gpipe", which with several repeats is interleaved, or "1f1b".
@@ -82,6 +81,24 @@ class Schedule(NamedTuple):
         )
 
 
+def stages_of(here: Here) -> tuple[str, ...]:
+    """Name the mesh axes whose devices are stages: those of several devices that the rules in force give for `layers`.
+
+    Args:
+        here: The mesh.
+
+    Example:
+        >>> from styrax.core import DEFAULT_RULES, MeshConfig, use_rules
+        >>> mesh = MeshConfig(axes={"stage": 2, "data": 4}).abstract(8)
+        >>> stages_of(Here(mesh, dict(mesh.shape)))
+        ('stage',)
+        >>> with use_rules({**DEFAULT_RULES, "layers": ()}):
+        ...     stages_of(Here(mesh, dict(mesh.shape)))
+        ()
+    """
+    return here.named("layers")[0]
+
+
 def schedule(runtime: Runtime, segments: Sequence[Segment], batch: int, here: Here) -> Schedule:
     """Work out how a pipeline is filled, and whether it can be.
 
@@ -94,7 +111,8 @@ def schedule(runtime: Runtime, segments: Sequence[Segment], batch: int, here: He
     Raises:
         UserError: Layers or rows do not divide; all problems are listed.
     """
-    stages, problems = here.free[AXIS], []
+    over = stages_of(here)
+    stages, problems = here.ways(over), []
     cycles = segments[0].repeats
     if len(segments) > 1 or cycles % (stages * runtime.repeats):
         runs = ", ".join(f"{segment.repeats} x {len(segment.stacks)}" for segment in segments)
@@ -102,7 +120,7 @@ def schedule(runtime: Runtime, segments: Sequence[Segment], batch: int, here: He
             f"layers: expected one cycle of layers, repeated a multiple of stages * repeats = {stages} * "
             f"{runtime.repeats} times, got {runs} layers"
         )
-    ways = here.ways(tuple(axis for axis in here.axes("batch", batch) if axis != AXIS))
+    ways = here.ways(tuple(axis for axis in here.axes("batch", batch) if axis not in over))
     most = batch // (ways * stages) if batch % (ways * stages) == 0 else batch // ways
     count = runtime.microbatches
     if count == 0:
@@ -131,7 +149,7 @@ def run_pipelined(
     remat: Any,
     recompute_stages: bool = False,
 ) -> tuple[Float[Array, "batch seq embed"], tuple[Any, ...]]:
-    r"""Send a batch through layers that are split over the mesh axis `stage`.
+    r"""Send a batch through layers that are split over the mesh axes of `stages_of`.
 
     Layers are cut into `stages * repeats` runs, of which stage $s$ holds the runs $s, s + S, \ldots$ At tick $t$ it
     sends microbatch $(t - s) \bmod M$ through its run number $\lfloor (t - s) / M \rfloor$, and hands the result to
@@ -156,20 +174,21 @@ def run_pipelined(
     Returns:
         The residual stream after all layers, and for each stack its reports, stacked.
     """
-    stages, count, repeats, kind = plan
+    (stages, count, repeats, kind), over = plan, stages_of(here)
+    batch = here.axes("batch", x.shape[0])
     each = segment.repeats // (stages * repeats)
     parts = [
         jax.tree.map(lambda leaf: leaf.reshape(repeats, stages, each, *leaf.shape[1:]), blocks[number])
         for number in segment.stacks
     ]
     whole = x.shape[0] // count
-    scattered = AXIS in here.axes("batch", x.shape[0]) and whole % stages == 0
+    scattered = set(over) <= set(batch) and whole % stages == 0
     layers = _layers(make_step, segment, each, remat)
     given = jax.tree.map(lambda leaf: _cut(leaf, count), given)
     if kind == "1f1b":
-        ways = here.ways(tuple(axis for axis in here.axes("batch", x.shape[0]) if axis != AXIS))
-        sharded = scattered and whole % (ways * stages) == 0
-        out, found = pipeline_1f1b.run(layers, parts, x, given, plan=plan, mesh=here.mesh, ways=ways if sharded else 0)
+        ways = here.ways(tuple(axis for axis in batch if axis not in over))
+        ways = ways if scattered and whole % (ways * stages) == 0 else 0
+        out, found = pipeline_1f1b.run(layers, parts, x, given, plan=plan, mesh=here.mesh, over=over, ways=ways)
         return out, jax.tree.map(lambda leaf: _joined(leaf, segment.repeats, whole), found)
 
     def chosen(parts: Any, given: Any, at: Array, number: Array, stage: Array, x: Array) -> tuple[Array, Any]:
@@ -200,23 +219,23 @@ def run_pipelined(
             first = jnp.where(at == 0, x[number], waiting[number]) if repeats > 1 else x[number]
             out, found = chosen(parts, given, at, number, stage, jnp.where(stage == 0, first, arrived))
             ring = [(source, (source + 1) % stages) for source in range(stages)]
-            return (jax.lax.ppermute(out, AXIS, ring), waiting), (out, found)
+            return (jax.lax.ppermute(out, over, ring), waiting), (out, found)
 
         start = jnp.zeros_like(x[0]), jnp.zeros_like(x) if repeats > 1 else None
         _, (out, found) = jax.lax.scan(tick, start, jnp.arange(plan.ticks))
         out = jnp.where(stage == stages - 1, out[-count:], 0).astype(wide)
         if scattered:
-            out = jax.lax.psum_scatter(out, AXIS, scatter_dimension=1, tiled=True)
+            out = jax.lax.psum_scatter(out, over, scatter_dimension=1, tiled=True)
         else:
-            out = jax.lax.psum(out, AXIS)
+            out = jax.lax.psum(out, over)
         return out, jax.tree.map(lambda leaf: _of_items(leaf, stage, plan), found)
 
     run = jax.shard_map(
         local,
         mesh=here.mesh,
-        in_specs=(PartitionSpec(None, AXIS), PartitionSpec(), PartitionSpec(), PartitionSpec(AXIS)),
-        out_specs=(PartitionSpec(None, AXIS if scattered else None), PartitionSpec(None, AXIS)),
-        axis_names={AXIS},
+        in_specs=(PartitionSpec(None, over), PartitionSpec(), PartitionSpec(), PartitionSpec(over)),
+        out_specs=(PartitionSpec(None, over if scattered else None), PartitionSpec(None, over)),
+        axis_names=set(over),
         check_vma=False,
     )
     out, found = run(parts, _cut(x, count).astype(wide), given, jnp.arange(stages))

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from styrax.models.pipeline import Schedule
 
-AXIS = "stage"
 Layers = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
@@ -51,6 +50,7 @@ def run(
     *,
     plan: Schedule,
     mesh: Any,
+    over: tuple[str, ...],
     ways: int,
 ) -> tuple[Float[Array, "batch seq embed"], Any]:
     """Send a batch through layers that are split over stages; its gradient is computed as the file says.
@@ -62,21 +62,22 @@ def run(
         x: The residual stream.
         given: Pytree of what else comes with each row, `[microbatches, rows, ...]`.
         plan: Stages and microbatches.
-        mesh: With the axis `stage`.
-        ways: Parts that axes other than `stage` split the rows into; 0 if rows do not divide over stages too.
+        mesh: With the axes `over`.
+        over: Those whose devices are the stages.
+        ways: Parts that other axes split the rows into; 0 if rows do not divide over stages too.
 
     Returns:
         The residual stream after all layers, and the reports, `[1, stages, layers of a stage, microbatches, ...]`.
     """
     floats, others, join = _parted((parts, given))
-    rows = _Rows(plan.microbatches, plan.stages, ways, x.shape)
+    rows = _Rows(plan.microbatches, plan.stages, over, ways, x.shape)
 
     def mapped(local: Any, ins: Sequence[PartitionSpec], outs: Any) -> Any:
-        specs = {"in_specs": (*ins, PartitionSpec(AXIS)), "out_specs": outs}
-        run = jax.shard_map(local, mesh=mesh, axis_names={AXIS}, check_vma=False, **specs)
+        specs = {"in_specs": (*ins, PartitionSpec(over)), "out_specs": outs}
+        run = jax.shard_map(local, mesh=mesh, axis_names=set(over), check_vma=False, **specs)
         return lambda *each: run(*each, jnp.arange(plan.stages))
 
-    split, same = PartitionSpec(None, AXIS), PartitionSpec()
+    split, same = PartitionSpec(None, over), PartitionSpec()
 
     def forward(floats: Any, x: Array, others: Any) -> tuple[Array, Any]:
         parts, given = join(floats, others)
@@ -119,12 +120,13 @@ class _Rows(NamedTuple):
 
     microbatches: int
     stages: int
+    over: tuple[str, ...]
     ways: int
     shape: tuple[int, ...]
 
     @property
     def spec(self) -> PartitionSpec:
-        return PartitionSpec(None, None, AXIS) if self.ways else PartitionSpec()
+        return PartitionSpec(None, None, self.over) if self.ways else PartitionSpec()
 
     @property
     def one(self) -> tuple[int, ...]:
@@ -147,15 +149,19 @@ class _Rows(NamedTuple):
     def read(self, x: Array, number: Array, wait: Callable[[Array], Array] = lambda one: one) -> Array:
         """Bring one microbatch together on all stages; they have to agree on its number."""
         one = wait(x[jnp.clip(number, 0, self.microbatches - 1)])
-        return jax.lax.all_gather(one, AXIS, axis=1, tiled=True).reshape(self.one) if self.ways else one
+        return jax.lax.all_gather(one, self.over, axis=1, tiled=True).reshape(self.one) if self.ways else one
 
     def spread(self, x: Array, is_mine: Array) -> Array:
         """Give every stage its share of the microbatch of one stage."""
         x = jnp.where(is_mine, x, 0)
         if not self.ways:
-            return _psum(x)
+            return self.total(x)
         added = x.reshape(self.apart).astype(sum_dtype(x))
-        return jax.lax.psum_scatter(added, AXIS, scatter_dimension=1, tiled=True).astype(x.dtype)
+        return jax.lax.psum_scatter(added, self.over, scatter_dimension=1, tiled=True).astype(x.dtype)
+
+    def total(self, x: Array) -> Array:
+        """Add up what stages have."""
+        return jax.lax.psum(x.astype(sum_dtype(x)), self.over).astype(x.dtype)
 
 
 def _forward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]:
@@ -168,7 +174,7 @@ def _forward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]:
         def tick(arrived: Array, time: Array) -> tuple[Array, Any]:
             entered = jnp.where(stage == 0, rows.read(x, time), arrived)
             out, found = layers(held, _at(given, jnp.clip(time - stage, 0, count - 1)), stage, entered)
-            sent = jax.lax.ppermute(out, AXIS, ring)
+            sent = jax.lax.ppermute(out, rows.over, ring)
             return sent, (rows.spread(_after(out, sent, stage), stage == stages - 1), found)
 
         _, (out, found) = jax.lax.scan(tick, jnp.zeros(rows.one, x.dtype), jnp.arange(count + stages - 1))
@@ -195,7 +201,7 @@ def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]
             one = jnp.where(stage == 0, rows.read(x, time), arrived)
             number = jnp.clip(time - stage, 0, count - 1)
             out, _ = layers(held, _at(given, number), stage, one)
-            return jax.lax.ppermute(out, AXIS, onward), entered.at[time % slots].set(one)
+            return jax.lax.ppermute(out, rows.over, onward), entered.at[time % slots].set(one)
 
         def back(came: Array, entered: Array, sums: Any, time: Array, done: Array) -> tuple[Array, Any, Array]:
             """Go back through a microbatch; what it adds to the gradients of layers, and what leaves for before."""
@@ -217,7 +223,7 @@ def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]
             given_sum = [
                 total.at[number].add(jnp.where(real, new, 0)) for total, new in zip(sums[1], of_given, strict=True)
             ]
-            sent = jax.lax.ppermute(of_one, AXIS, returning)
+            sent = jax.lax.ppermute(of_one, rows.over, returning)
             return sent, (held_sum, given_sum), rows.spread(_after(of_one, sent, stage), stage == 0)
 
         def fill(state: Any, time: Array) -> tuple[Any, None]:
@@ -243,13 +249,9 @@ def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]
         (_, came, entered, sums), early = jax.lax.scan(both, start, times[stages - 1 : count + stages - 1])
         (_, _, sums), late = jax.lax.scan(drain, (came, entered, sums), times[count + stages - 1 :])
         of_x = jnp.concatenate([early, late])[stages - 1 :]
-        return [leaf[None, None] for leaf in sums[0]], [_psum(leaf) for leaf in sums[1]], of_x
+        return [leaf[None, None] for leaf in sums[0]], [rows.total(leaf) for leaf in sums[1]], of_x
 
     return local
-
-
-def _psum(x: Array) -> Array:
-    return jax.lax.psum(x.astype(sum_dtype(x)), AXIS).astype(x.dtype)
 
 
 def _after(x: Array, first: Array, stage: Array) -> Array:

@@ -14,8 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from styrax.core import UserError
-from styrax.core.mesh import DEFAULT_RULES
+from styrax.core import UserError, rules_in_force, use_rules
 from styrax.train.accord import Accord
 from styrax.train.checks import check_arrays, check_fit
 from styrax.train.compiled import CompiledStep
@@ -88,7 +87,7 @@ def fit(
     eval_params: Callable[[Any, Any], Any] | None = None,
     mesh: jax.sharding.Mesh | None = None,
     logical_axes: Mapping[str, tuple[str | None, ...]] | None = None,
-    rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
     initial: Initial | None = None,
     checkpointer: Checkpointer | None = None,
     save_every: int | None = None,
@@ -121,7 +120,8 @@ def fit(
             trained: an average, or those of schedule-free training.
         mesh: Device mesh; None trains on the default device.
         logical_axes: Parameter path pattern to logical axes; None replicates the parameters.
-        rules: Logical axes to mesh axes.
+        rules: Logical axes to mesh axes, for arrays and for what layers do by hand, see ``styrax.core.use_rules``; all
+            that runs in here, hooks too, is traced under them. None means those in force.
         initial: ``initial(mesh, rules)`` gives a module with the weights to begin with, such as
             ``from_pretrained`` of styrax-models loads into their shards; it is asked only where there is no
             checkpoint. None takes those that ``model`` has or draws.
@@ -161,6 +161,7 @@ def fit(
     >>> fit(model, optax.sgd(0.2), itertools.repeat(batch), squares, steps=60).metrics["loss"] < 1e-6
     True
     """
+    rules = rules_in_force() if rules is None else rules
     counts = {"steps": steps, "seed": seed, "accumulate": accumulate, "log_every": log_every}
     check_fit(
         model=model, tx=tx, data=data, loss=loss, mesh=mesh, rules=rules, checkpointer=checkpointer, tracker=tracker,
@@ -172,7 +173,7 @@ def fit(
     def interrupted(name: str) -> None:
         tell(hooks, "on_interrupt", name)
 
-    with Interrupts(interrupted) as interrupts:
+    with use_rules(rules), Interrupts(interrupted) as interrupts:
         watch = SpikeWatch(spike) if spike is not None and spike.action == "rollback" else None
         accord = Accord(mesh, lambda: interrupts.received)
         with goodput.during("startup"):

@@ -12,8 +12,8 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from styrax.core import UserError, tree
-from styrax.core.mesh import DEFAULT_RULES, shardings, spec
+from styrax.core import UserError, rules_in_force, tree
+from styrax.core.mesh import shardings, spec
 from styrax.core.placing import follow
 from styrax.core.random import stream
 from styrax.train.step import TrainState, init_state, split_model
@@ -29,7 +29,7 @@ def lay_out(
     seed: int = 0,
     mesh: Mesh | None = None,
     logical_axes: Mapping[str, tuple[str | None, ...]] | None = None,
-    rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
     initial: Initial | None = None,
 ) -> tuple[Any, TrainState, Callable[[], TrainState]]:
     """Find out what the state of a run is and where it lies, with nothing allocated yet.
@@ -40,14 +40,14 @@ def lay_out(
         seed: Root of initialisation.
         mesh: Device mesh; None for one device.
         logical_axes: Parameter path pattern to logical axes; None replicates the parameters.
-        rules: Logical axes to mesh axes.
+        rules: Logical axes to mesh axes; None means those in force (``styrax.core.use_rules``).
         initial: Gives the module with the weights to begin with, as ``fit`` takes it; None draws them.
 
     Returns:
         ``(graphdef, abstract, make)``: the static model, the state as ``jax.ShapeDtypeStruct`` (with shardings if
         there is a mesh), and a function that makes the state in its place.
     """
-    key = jax.random.key(seed)
+    key, rules = jax.random.key(seed), rules_in_force() if rules is None else rules
 
     def build(key: Any) -> TrainState:
         made = model if isinstance(model, nnx.Module) else model(nnx.Rngs(params=stream(key, "init")))
@@ -111,7 +111,7 @@ def state_shardings(
     abstract: TrainState,
     mesh: Mesh,
     logical_axes: Mapping[str, tuple[str | None, ...]] | None,
-    rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
 ) -> TrainState:
     """Shardings of a whole state from the logical axes of its parameters.
 
@@ -119,14 +119,14 @@ def state_shardings(
         abstract: The state as ``jax.ShapeDtypeStruct`` leaves.
         mesh: The device mesh.
         logical_axes: Path pattern to logical axis names, one a dimension; None replicates every parameter.
-        rules: Logical axis to mesh axes.
+        rules: Logical axis to mesh axes; None means those in force.
 
     Returns:
         The same tree with a ``NamedSharding`` a leaf. An optimizer's array lies as the parameter whose path ends
         its own, on the axes that it has of it (see ``styrax.core.placing.follow``). A variable whose path and number of
         dimensions fit a pattern lies as a parameter would, such as a frozen weight. All else is replicated.
     """
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    rules, everywhere = rules_in_force() if rules is None else rules, NamedSharding(mesh, PartitionSpec())
     if logical_axes is None:
         return jax.tree.map(lambda _: everywhere, abstract)
     params = shardings(abstract.params, logical_axes, rules, mesh)
@@ -139,14 +139,14 @@ def state_shardings(
     return TrainState(params, opt_state, variables, step=cast(Any, everywhere), key=everywhere)
 
 
-def batch_sharding(mesh: Mesh | AbstractMesh, rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES) -> NamedSharding:
-    """How a ``[batch, sequence]`` array of a batch lies on the mesh."""
-    return NamedSharding(mesh, spec(("batch", "seq"), rules, mesh))
+def batch_sharding(mesh: Mesh | AbstractMesh, rules: Mapping[str, tuple[str, ...]] | None = None) -> NamedSharding:
+    """How a ``[batch, sequence]`` array of a batch lies on the mesh, by the rules given or else those in force."""
+    return NamedSharding(mesh, spec(("batch", "seq"), rules_in_force() if rules is None else rules, mesh))
 
 
-def batch_shards(mesh: Mesh | AbstractMesh, rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES) -> int:
-    """Number of pieces that the mesh cuts the batch axis into."""
-    axes = spec(("batch",), rules, mesh)[0] if len(spec(("batch",), rules, mesh)) else None
+def batch_shards(mesh: Mesh | AbstractMesh, rules: Mapping[str, tuple[str, ...]] | None = None) -> int:
+    """Number of pieces that the mesh cuts the batch axis into, by the rules given or else those in force."""
+    axes = spec(("batch",), rules_in_force() if rules is None else rules, mesh)[0]
     names = (axes,) if isinstance(axes, str) else tuple(axes or ())
     size = 1
     for name in names:

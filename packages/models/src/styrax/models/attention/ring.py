@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from styrax.core import rules_in_force
 from styrax.models.attention.reference import grouped
 from styrax.models.layers.meshes import mesh_of
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from styrax.models.attention.call import Call
     from styrax.models.layers.mask import Mask
 
-AXIS = "context"
+Over = tuple[str, ...]
+"""The mesh axes that a sequence is split over."""
+
 _LEAST = jnp.finfo("float32").min
 
 
@@ -58,7 +61,8 @@ def supports(call: Call) -> list[str]:
     """
     problems = call.expects(causal=[True]) + call.needs_pattern()
     if call.context < 2:
-        problems.append(f"mesh: expected an axis {AXIS!r} of 2 devices or more, got {call.context}")
+        axes = " or ".join(map(repr, rules_in_force().get("seq", ()))) or "that a rule gives for 'seq'"
+        problems.append(f"mesh: expected an axis {axes} of 2 devices or more, got {call.context}")
     elif call.seq % (2 * call.context) or call.seq != call.keys:
         problems.append(f"seq: expected a multiple of {2 * call.context}, and as many keys, got {call.seq}")
     return problems
@@ -78,7 +82,8 @@ def attend(
 
     Of $2n$ parts of the row, device $i$ of $n$ works on the $i$-th and the $(2n - 1 - i)$-th, so that all have the
     same work in spite of the causal mask. Keys and values then go round, and a device adds to its softmax what it sees
-    of each part. No device ever holds all keys.
+    of each part. No device ever holds all keys. The ring is along the axes that the rules in force name for `seq`
+    (`styrax.core.use_rules`), in their order.
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Brandon et al., "Striped Attention"
     (2023), for the even load; its parts here are those of Llama 3's training.
@@ -89,16 +94,18 @@ def attend(
     pattern = mask.pattern
     assert pattern is not None, "see supports"
     here, groups = mesh_of(query), pattern.groups()
+    over = here.named("batch", "seq")[1]
     if groups is not None:
         groups = jnp.broadcast_to(groups, (len(query), groups.shape[1]))
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": pattern.window, "ways": here.free[AXIS]}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": pattern.window}
+    options |= {"over": over, "ways": here.ways(over)}
 
     def local(query: Array, key: Array, value: Array, groups: Array | None, sinks: Array | None) -> Array:
         return _ring(query, key, value, groups, sinks, **options)
 
-    rows, heads = PartitionSpec(None, AXIS), PartitionSpec(None, None, AXIS)
+    rows, heads = PartitionSpec(None, over), PartitionSpec(None, None, over)
     specs = rows, heads, heads, None if groups is None else rows, None if sinks is None else PartitionSpec()
-    run = jax.shard_map(local, mesh=here.mesh, in_specs=specs, out_specs=rows, axis_names={AXIS}, check_vma=False)
+    run = jax.shard_map(local, mesh=here.mesh, in_specs=specs, out_specs=rows, axis_names=set(over), check_vma=False)
     return run(query, key, value, groups, sinks)
 
 
@@ -109,21 +116,22 @@ def _ring(
     groups: Array | None,
     sinks: Array | None,
     *,
+    over: Over,
     ways: int,
     scale: float,
     softcap: float | None,
     window: int | None,
 ) -> Array:
-    me = jax.lax.axis_index(AXIS)
+    me = jax.lax.axis_index(over)
     part = query.shape[1] // 2
     query = grouped(query, key)
     queries, held = [], []
     for number, arrays in enumerate(
         zip(
-            _spread(query, 1, ways),
-            _spread(key, 2, ways),
-            _spread(value, 2, ways),
-            (None, None) if groups is None else _spread(groups, 1, ways),
+            _spread(query, 1, over, ways),
+            _spread(key, 2, over, ways),
+            _spread(value, 2, over, ways),
+            (None, None) if groups is None else _spread(groups, 1, over, ways),
             strict=True,
         )
     ):
@@ -142,7 +150,7 @@ def _ring(
     def step(state: Any, turn: Array) -> tuple[Any, None]:
         (first, second), held = state
         ring = [(source, (source + 1) % ways) for source in range(ways)]
-        low, high = jax.tree.map(lambda each: jax.lax.ppermute(each, AXIS, ring), held)
+        low, high = jax.tree.map(lambda each: jax.lax.ppermute(each, over, ring), held)
         # The far half sees all of what comes first; of the rest, just one pair of halves is not masked as a whole.
         second = add(second, far, low)
         before = (me - turn) % ways < me
@@ -152,7 +160,7 @@ def _ring(
 
     (sums, _), _ = jax.lax.scan(step, (tuple(sums), tuple(held)), jnp.arange(1, ways))
     out = [_result(each, sinks, query.dtype) for each in sums]
-    out = _gathered(out[0], out[1], 1, ways)
+    out = _gathered(out[0], out[1], 1, over, ways)
     return out.reshape(*out.shape[:2], -1, value.shape[-1])
 
 
@@ -200,21 +208,21 @@ def _owners(ways: int, odd: int) -> list[tuple[int, int]]:
     return [(i, part if part < ways else 2 * ways - 1 - part) for i in range(ways) for part in (2 * i + odd,)]
 
 
-def _spread(x: Array, axis: int, ways: int) -> tuple[Array, Array]:
+def _spread(x: Array, axis: int, over: Over, ways: int) -> tuple[Array, Array]:
     """Exchange halves, so that a device has an early part and a late one."""
     even, odd = (
-        jax.lax.ppermute(half, AXIS, _owners(ways, number)) for number, half in enumerate(jnp.split(x, 2, axis))
+        jax.lax.ppermute(half, over, _owners(ways, number)) for number, half in enumerate(jnp.split(x, 2, axis))
     )
-    first = jax.lax.axis_index(AXIS) % 2 == 0
+    first = jax.lax.axis_index(over) % 2 == 0
     return jnp.where(first, even, odd), jnp.where(first, odd, even)
 
 
-def _gathered(low: Array, high: Array, axis: int, ways: int) -> Array:
+def _gathered(low: Array, high: Array, axis: int, over: Over, ways: int) -> Array:
     """Undo `_spread`."""
-    first = jax.lax.axis_index(AXIS) % 2 == 0
+    first = jax.lax.axis_index(over) % 2 == 0
     halves = jnp.where(first, low, high), jnp.where(first, high, low)
     back = [
-        jax.lax.ppermute(half, AXIS, [(target, source) for source, target in _owners(ways, number)])
+        jax.lax.ppermute(half, over, [(target, source) for source, target in _owners(ways, number)])
         for number, half in enumerate(halves)
     ]
     return jnp.concatenate(back, axis)

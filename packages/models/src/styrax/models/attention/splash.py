@@ -51,7 +51,7 @@ def attend(
     """Attend; see `styrax.models.layers.attend.attend`.
 
     On a mesh each device computes its part of the batch and of the heads, as far as those divide by the axes that
-    `styrax.core.DEFAULT_RULES` name for them; a kernel cannot be split by the compiler.
+    the rules in force name for them (`styrax.core.use_rules`); a kernel cannot be split by the compiler.
 
     Args:
         query: And the others: as there.
@@ -74,7 +74,7 @@ def attend(
     here = mesh_of(query)
     if math.prod(here.free.values()) == 1:
         return local(query, key, value, groups, sinks).swapaxes(1, 2)
-    batch, heads = here.axes("batch", query.shape[0]), here.axes("heads", query.shape[1])
+    batch, heads = here.split(("batch", "heads"), query.shape[:2])
     ways = here.ways(heads)
     key, value = _repeated(key, query.shape[1], ways), _repeated(value, query.shape[1], ways)
     array, rows = PartitionSpec(batch, heads), PartitionSpec(batch)

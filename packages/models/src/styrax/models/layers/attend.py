@@ -89,7 +89,7 @@ def _call(
     softcap: float | None,
     sinks: Float[Array, " heads"] | None,
 ) -> Call:
-    pattern = mask.pattern
+    pattern, here = mask.pattern, mesh_of(query)
     return Call(
         platform=platform(query, key),
         dtype=jnp.result_type(query, key, value).name,
@@ -104,7 +104,7 @@ def _call(
         window=None if pattern is None else pattern.window,
         chunk=None if pattern is None else pattern.chunk,
         segments=pattern is not None and pattern.segments is not None,
-        context=mesh_of(query).free.get("context", 1),
+        context=here.ways(here.named("batch", "seq")[1]),
         softcap=softcap,
         sinks=sinks is not None,
     )

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from styrax.core import tree
-from styrax.core.mesh import DEFAULT_RULES
+from styrax.core import rules_in_force, tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ def placements(
     Args:
         params: Arrays or shapes with a ``NamedSharding``.
         logical_axes: Path pattern -> names of dimensions.
-        rules: Name of a dimension -> mesh axes; None means ``DEFAULT_RULES``.
+        rules: Name of a dimension -> mesh axes; None means those in force.
 
     Example:
         >>> import jax
@@ -57,7 +56,7 @@ def placements(
         kernel 48 (('fsdp',), ())
         scale 24 ((),) its dimensions have no names, so nothing splits them
     """
-    rules = DEFAULT_RULES if rules is None else rules
+    rules = rules_in_force() if rules is None else rules
     return [
         _place(path, leaf, tree.first_match(logical_axes, path, ()) or (), rules)
         for path, leaf in tree.flatten(params).items()

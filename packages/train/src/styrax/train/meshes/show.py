@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     case = case_of(resolved, topology, vocab_size=args.vocab, compile=False)
     mesh = case.program.mesh
     axes = resolved.sections["model"].logical_axes()
-    places = placements(case.program.state.params, axes)
+    places = placements(case.program.state.params, axes, case.program.rules)
     record: dict[str, Any] = {
         "config": args.config,
         "devices": mesh.size,
@@ -61,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(record))
         return 0
-    _print(record, mesh, case.program.rows, everything=args.all)
+    _print(record, case.program, everything=args.all)
     return 0
 
 
-def _print(record: dict[str, Any], mesh: Any, rows: int, *, everything: bool) -> None:
+def _print(record: dict[str, Any], program: Any, *, everything: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -78,7 +78,7 @@ def _print(record: dict[str, Any], mesh: Any, rows: int, *, everything: bool) ->
     console.print(f"{total:,} bytes of parameters, {each:,} on each of {record['devices']} devices")
     for note in record["notes"]:
         console.print(f"note: {note}")
-    _draw(console, mesh, rows)
+    _draw(console, program)
     whole = sorted(record["whole"], key=lambda place: -place["bytes"])
     share = 100 * sum(place["bytes"] for place in whole) / max(total, 1)
     console.print(f"\nWhole on every device: {len(whole)} arrays, {share:.2f} % of the bytes")
@@ -94,14 +94,13 @@ def _print(record: dict[str, Any], mesh: Any, rows: int, *, everything: bool) ->
         console.print(table)
 
 
-def _draw(console: Any, mesh: Any, rows: int) -> None:
+def _draw(console: Any, program: Any) -> None:
     """Say of the first devices where on the mesh they are, and which rows of a batch they hold."""
     from rich.table import Table
 
-    from styrax.core.mesh import DEFAULT_RULES
-
+    mesh, rows = program.mesh, program.rows
     names = [name for name, size in mesh.shape.items() if size > 1]
-    ways = {name: mesh.shape[name] for name in DEFAULT_RULES["batch"] if mesh.shape.get(name, 1) > 1}
+    ways = {name: mesh.shape[name] for name in program.rules["batch"] if mesh.shape.get(name, 1) > 1}
     table = Table("device", *names, "rows of a batch", box=None, title="Devices", title_justify="left")
     shape = tuple(mesh.shape.values())
     for number in range(min(mesh.size, _MOST)):

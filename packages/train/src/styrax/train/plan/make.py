@@ -13,7 +13,7 @@ from flax import nnx
 
 from styrax.core import UserError
 from styrax.core.config import Resolved
-from styrax.core.mesh import DEFAULT_RULES, MeshConfig
+from styrax.core.mesh import MeshConfig
 from styrax.core.precision import Policy
 from styrax.train.compose import make_model, make_tx
 from styrax.train.config import batch_misfits
@@ -26,6 +26,7 @@ from styrax.train.plan.predict import exchanges, gaps_of, libtpu_version, predic
 from styrax.train.plan.program import Compiled, Program, compile_program, program_of
 from styrax.train.plan.result import Plan
 from styrax.train.plan.shape import widths_of
+from styrax.train.plan.stages import stages_of
 from styrax.train.plan.topology import CPU, Topology, find
 from styrax.train.plan.topology import parse as parse_topology
 from styrax.train.shardings import batch_shards
@@ -146,7 +147,7 @@ def plan_step(
     topology: Topology,
     dcn: Mapping[str, int] | None = None,
     logical_axes: Mapping[str, tuple[str | None, ...]] | None = None,
-    rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
     accumulate: int = 1,
     metrics: Metrics | None = None,
     config: Any = None,
@@ -247,12 +248,17 @@ def assess(
     sizes, c = dict(program.mesh.shape), case.compute_bytes
     platform = CPU if topology.kind == CPU else "tpu"
     params = program.state.params
-    widths = None if case.config is None else widths_of(case.config, params, case.vocab_size, sizes, platform)
+    widths = (
+        None if case.config is None else widths_of(case.config, params, case.vocab_size, sizes, platform, program.rules)
+    )
     if widths is not None and remat is not None:
         widths = dataclasses.replace(widths, remat=remat)
     gaps = gaps_of(topology.kind, libtpu_version())
-    predicted = predict(program, widths, compute_bytes=c, flops_per_token=case.flops_per_token, gaps=gaps)
-    foreseen, notes = exchanges(program, widths, compute_bytes=c), list(case.notes)
+    stages = None if widths is None else stages_of(case.config, program)
+    predicted = predict(
+        program, widths, compute_bytes=c, flops_per_token=case.flops_per_token, stages=stages, gaps=gaps
+    )
+    foreseen, notes = exchanges(program, widths, compute_bytes=c, stages=stages), list(case.notes)
     if exchanged is not None and _sent(exchanged) < _sent(foreseen) / 2:
         notes.append(
             f"in the compiled program {_sent(exchanged):,} bytes are seen to be sent, and its parameters and gradients "

@@ -1,21 +1,20 @@
 r"""The bytes of a step, predicted without a compiler.
 
 Parameters, optimizer state, other variables and the batch are exact: the sizes of their shards. The rest is a model of
-what XLA does with a decoder, per device, with $T$ tokens of a micro-batch, $c$ bytes of the compute dtype, widths of
-the residual stream $d$, of all queries $h$, of keys and of values $k$, of the MLP $f$ (twice that with a gate), $L$
-layers, $V$ logits, and $N$ numbers in a block and $H$ in the head:
+what XLA does with a decoder, per device, with $T$ tokens of a micro-batch, $c$ bytes of the compute dtype, $d$ the
+width of the residual stream, $L$ layers, $V$ logits, and $H$ numbers in the head:
 
 - gradients $G$: as the parameters, and once more where micro-batches are summed;
-- activations $A$: what is kept for the backward pass. With everything recomputed, the stream between blocks, $L T d c$;
-  else also what a block keeps, $L T c\,(3 d + 2 h + 2 k + f + f')$ with $f'$ of one side of the gate, of which "dots"
-  keeps the products, $L T c\,(d + h + 2 k + f)$;
-- temporaries: the rest of the larger of two moments. One is a block on its way back, whose weights and their gradients
-  are whole, $A + G + C + 2 N c + T c\,(2 f + 2 h + 2 k + 4 d)$, where $C$ is a copy of the parameters in the
-  compute dtype, if that is another. The other is the loss, $A + C + H c + 4 T d c$ and a piece of the logits, with
-  the ids of the whole batch, of all devices, by which the embedding is looked up and its gradient added up.
+- activations $A$: what layers keep for the backward pass, $L$ times `styrax.train.plan.blocks.kept_by_layer`; of
+  layers in stages, `styrax.train.plan.stages.held_by_stages`;
+- temporaries: the rest of the larger of two moments. One is a block on its way back, $A + G + C + B$, where $C$ is a
+  copy of the parameters in the compute dtype, if that is another, and $B$ is
+  `styrax.train.plan.blocks.block_at_work`; stages hold more. The other is the loss, $A + C + H c + 4 T d c$ and a piece
+  of the logits, with the ids of the whole batch, of all devices, by which the embedding is looked up and its gradient
+  added up.
   Where a device has one row of the batch, or, with the older compilers, fewer than eight of the head, $H c$ becomes
   $3 H c$.
-  Older TPU compilers leave gaps: they take `gaps_of` times what is alive.
+  Older TPU compilers leave gaps: they take `gaps_of` times what is alive, but for activations of all kinds.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from styrax.core.mesh import DEFAULT_RULES
+from styrax.core import tree
+from styrax.train.plan.blocks import block_at_work, kept_by_layer
 from styrax.train.plan.collectives import Collective, exchange
 from styrax.train.plan.program import Program
 from styrax.train.plan.shape import Widths, held
+from styrax.train.plan.stages import Stages, held_by_stages, loss_tokens, micro_tokens, passes, sent_by_stages
 from styrax.train.plan.topology import TPUS
 
 
@@ -49,7 +49,7 @@ class Predicted:
         activations: Kept for the backward pass.
         temporaries: Alive at the worst moment beside these.
         outputs: Metrics: what comes out and takes no argument's place.
-        flops: Arithmetic of a step, recomputation included, split evenly over the devices.
+        flops: Arithmetic of a step, with what is computed again and what stages compute while they wait.
         bytes_accessed: Read and written at least.
         seconds: The least time of a step; see `styrax.train.plan.estimate.Roofline`.
     """
@@ -121,6 +121,7 @@ def predict(
     *,
     compute_bytes: int,
     flops_per_token: float | None,
+    stages: Stages | None = None,
     gaps: float = 1.0,
     metrics: int = 8,
 ) -> Predicted:
@@ -131,6 +132,7 @@ def predict(
         widths: Of the model; None if it is no decoder.
         compute_bytes: Of a number of the compute dtype.
         flops_per_token: Of a training step of the model, without recomputation.
+        stages: How a pipeline is filled, from `styrax.train.plan.stages.stages_of`.
         gaps: What the compiler takes over what is alive; see `gaps_of`.
         metrics: How many scalars a step gives.
     """
@@ -140,25 +142,50 @@ def predict(
     activations = temporaries = None
     if widths is not None:
         tokens = program.tokens / program.shards / program.accumulate
-        activations = kept(widths, tokens, compute_bytes)
-        copy = cast_copy(state.params, compute_bytes)
-        pieces = min(tokens, MOST_LOGITS / vocab_total(widths, program)) * widths.vocab
+        length, copy = program.tokens // program.rows, cast_copy(state.params, compute_bytes)
+        there = tokens if stages is None else loss_tokens(program, stages)
+        pieces = min(there, MOST_LOGITS / vocab_total(widths, program)) * widths.vocab
         mesh = dict(program.mesh.shape)
-        ways = math.prod(mesh.get(axis, 1) for axis in DEFAULT_RULES["embed"])
+        ways = math.prod(mesh.get(axis, 1) for axis in program.rules.get("embed", ()))
         few = program.rows // program.accumulate == program.shards or (gaps > 1 and widths.embed < 8 * ways)
-        block, loss = working(widths, tokens, compute_bytes, pieces, few=few and program.shards > 1)
+        loss = at_loss(widths, there, compute_bytes, pieces, few=few and program.shards > 1)
         ids = ID_BYTES * program.tokens // program.accumulate if program.shards > 1 else 0
-        alive = activations + copy + max(gradients + block, loss + ids)
-        temporaries = max(0, round(gaps * alive) - activations - gradients)
+        if stages is None:
+            activations = kept(widths, tokens, compute_bytes, length)
+            back = round(block_at_work(widths, tokens, compute_bytes, length))
+        else:
+            found = held_by_stages(
+                widths,
+                stages,
+                micro_tokens(program, stages),
+                compute_bytes,
+                gradients=narrowed(layers_of(state.params), 4 if widths.fenced else compute_bytes),
+                length=length,
+                rows=bool({"positions", "segment_ids"} & set(program.batch)),
+                cast=copy > 0,
+            )
+            activations, back, loss = found.kept, found.back, loss + found.early
+        alive = activations + copy + max(gradients + back, loss + ids)
+        stacked = 0 if widths.remat == "block" else activations  # by far the largest arrays, and all alike: no gaps
+        temporaries = max(0, round(gaps * (alive - stacked)) + stacked - activations - gradients)
     arguments = params + held(state.opt_state) + held(state.variables) + held((state.step, state.key))
     flops = None
     if flops_per_token is not None:
-        again = 4 / 3 if widths is not None and widths.remat == "block" else 1.0
-        flops = flops_per_token * program.tokens * again / program.mesh.size
+        of_head = 0.0 if widths is None else min(flops_per_token, 6 * widths.embed * vocab_total(widths, program))
+        of_layers = (flops_per_token - of_head) * (1.0 if widths is None else passes(stages, widths.remat) / 3)
+        if stages is not None:
+            of_layers *= stages.stretch  # stages compute while they wait
+            of_head *= loss_tokens(program, stages) * program.shards * program.accumulate / program.tokens
+        flops = (of_layers + of_head) * program.tokens / program.mesh.size
     accessed = None
-    if activations is not None:
-        gathered = (3 * widths.layers * widths.block_numbers * compute_bytes) if widths is not None else 0
-        accessed = float(2 * arguments + 2 * gradients + 2 * activations + 2 * gathered * program.accumulate)
+    if activations is not None and widths is not None:
+        numbers, sums = 3.0 * widths.layers * widths.block_numbers, 0.0
+        if stages is not None:  # each tick reads the weights of its run, and adds to their gradients
+            share = stages.ticks / (stages.count * stages.repeats)
+            numbers = (passes(stages, widths.remat) - 1) * widths.layers * widths.block_numbers * share
+            sums = 3.0 * held(layers_of(state.params)) * stages.ticks / stages.repeats
+        accessed = float(2 * arguments + 2 * gradients + 2 * activations)
+        accessed += (2 * numbers * compute_bytes + sums) * program.accumulate
     return Predicted(
         params=params,
         optimizer=held(state.opt_state),
@@ -197,33 +224,57 @@ def libtpu_version() -> str | None:
         return None
 
 
-def exchanges(program: Program, widths: Widths | None, *, compute_bytes: int) -> tuple[Collective, ...] | None:
+def exchanges(
+    program: Program, widths: Widths | None, *, compute_bytes: int, stages: Stages | None = None
+) -> tuple[Collective, ...] | None:
     """What devices have to send one another by the usual ways to split a decoder; None if it is none.
 
     Over ``fsdp`` parameters are gathered for each pass (forward, again if it is recomputed, and backward) and gradients
     reduced; over ``data`` gradients are summed; over ``tensor`` the stream is summed twice a block and pass; over
-    ``expert`` tokens go to experts and back. The compiler may need more.
+    ``expert`` tokens go to experts and back. In a pipeline each tick does so for the layers of its run; see
+    `styrax.train.plan.stages.sent_by_stages` for the rest. The compiler may need more.
 
     Args:
         program: Of the step.
         widths: Of the model.
         compute_bytes: Of a number of the compute dtype.
+        stages: How a pipeline is filled.
     """
     if widths is None:
         return None
     sizes, c, times = dict(program.mesh.shape), compute_bytes, program.accumulate
     fsdp, data, tensor, expert = (sizes.get(name, 1) for name in ("fsdp", "data", "tensor", "expert"))
-    passes = 3 if widths.remat == "block" else 2
-    numbers = widths.layers * widths.block_numbers + widths.head_numbers
-    stream = program.tokens / program.shards / times * widths.embed * c
+    turns, layers, tokens = (
+        passes(stages, widths.remat) - 1,
+        float(widths.layers),
+        program.tokens / program.shards / times,
+    )
+    if stages is not None:  # so many layers go past in all ticks of a pass
+        layers = stages.ticks * widths.layers / (stages.count * stages.repeats)
+        tokens = micro_tokens(program, stages)
+    numbers, stream = layers * widths.block_numbers + widths.head_numbers, tokens * widths.embed * c
     found = [
-        exchange("all-gather", "fsdp", fsdp, numbers * c, passes * times),
+        exchange("all-gather", "fsdp", fsdp, numbers * c, turns * times),
         exchange("reduce-scatter", "fsdp", fsdp, numbers * c, times),
         exchange("all-reduce", "data", data, numbers / fsdp * c, times),
-        exchange("all-reduce", "tensor", tensor, stream, 2 * passes * widths.layers * times),
-        exchange("all-to-all", "expert", expert, stream, 2 * passes * widths.layers * times),
+        exchange("all-reduce", "tensor", tensor, stream, 2 * turns * layers * times),
+        exchange("all-to-all", "expert", expert, stream, 2 * turns * layers * times),
     ]
-    return tuple(each for each in found if each.group > 1)
+    if stages is not None:
+        head = widths.head_numbers / fsdp * c
+        found += sent_by_stages(stages, stream, times, head if stages.spread else 0.0)
+    return tuple(each for each in found if each.group > 1 and each.bytes)
+
+
+def layers_of(params: Any) -> list[Any]:
+    """The parameters of the layers."""
+    return [leaf for path, leaf in tree.flatten(params).items() if f"{path}/".startswith("layers/")]
+
+
+def narrowed(params: Any, compute_bytes: int) -> int:
+    """Bytes of gradients as they are made, in the compute dtype if that is the narrower."""
+    leaves = jax.tree.leaves(params)
+    return sum(held(leaf) * min(compute_bytes, leaf.dtype.itemsize) // leaf.dtype.itemsize for leaf in leaves)
 
 
 def cast_copy(params: Any, compute_bytes: int) -> int:
@@ -232,29 +283,20 @@ def cast_copy(params: Any, compute_bytes: int) -> int:
     return sum(held(leaf) * compute_bytes // leaf.dtype.itemsize for leaf in wide)
 
 
-def kept(widths: Widths, tokens: float, compute_bytes: int) -> int:
+def kept(widths: Widths, tokens: float, compute_bytes: int, length: int = 0) -> int:
     """Bytes that the forward pass keeps for the backward pass."""
-    stream = widths.embed
-    mlp = widths.mlp * (2 if widths.gated else 1)
-    more: Mapping[str, float] = {
-        "block": 0.0,
-        "dots": widths.embed + widths.heads + 2 * widths.kv + mlp,
-        "none": 3 * widths.embed + 2 * widths.heads + 2 * widths.kv + mlp + widths.mlp,
-    }
-    return round(widths.layers * tokens * compute_bytes * (stream + more[widths.remat]))
+    return round(widths.layers * kept_by_layer(widths, tokens, compute_bytes, length))
 
 
-def working(widths: Widths, tokens: float, compute_bytes: int, logits: float, *, few: bool) -> tuple[int, int]:
-    """Bytes alive beside parameters, gradients and activations: of a block on its way back, and at the loss.
+def at_loss(widths: Widths, tokens: float, compute_bytes: int, logits: float, *, few: bool) -> int:
+    """Bytes alive at the loss, beside parameters and activations.
 
-    At the loss the head is gathered; where a device has few rows, one of the batch or fewer than eight of the head, the
-    compiler keeps what is as large as three of it.
+    The head is gathered; where a device has few rows, one of the batch or fewer than eight of the head, the compiler
+    keeps what is as large as three of it. On a CPU there are logits, their exponentials and their cotangents at once.
     """
-    c, mlp = compute_bytes, widths.mlp * (2 if widths.gated else 1)
-    block = 2 * widths.block_numbers * c
-    block += tokens * c * (2 * mlp + 2 * widths.heads + 2 * widths.kv + 4 * widths.embed)
-    loss = (3 if few else 1) * widths.head_numbers * c + 4 * tokens * c * widths.embed + logits * (4 + c)
-    return round(block), round(loss)
+    c = compute_bytes
+    head = (3 if few else 1) * widths.head_numbers * c
+    return round(head + 4 * tokens * c * widths.embed + logits * (12 if widths.fenced else 4 + c))
 
 
 def vocab_total(widths: Widths, program: Program) -> float:

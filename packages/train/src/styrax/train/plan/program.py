@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from styrax.core.mesh import DEFAULT_RULES
+from styrax.core import rules_in_force, use_rules
 from styrax.train.checks import check_batch
 from styrax.train.compiled import lower_step
 from styrax.train.loss import next_token_loss
@@ -34,6 +34,7 @@ class Program:
         mesh: Where they lie; of one device, if that is all there is.
         shards: Pieces that the mesh cuts the batch into.
         accumulate: Micro-batches a step.
+        rules: Logical axes to mesh axes; the step is to be traced under them, see ``styrax.core.use_rules``.
     """
 
     step: Callable[..., Any]
@@ -42,6 +43,7 @@ class Program:
     mesh: Mesh
     shards: int
     accumulate: int
+    rules: Mapping[str, tuple[str, ...]]
 
     @property
     def tokens(self) -> int:
@@ -62,7 +64,7 @@ def program_of(
     *,
     mesh: Mesh,
     logical_axes: Mapping[str, tuple[str | None, ...]] | None = None,
-    rules: Mapping[str, tuple[str, ...]] = DEFAULT_RULES,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
     accumulate: int = 1,
     metrics: Metrics | None = None,
     seed: int = 0,
@@ -84,6 +86,7 @@ def program_of(
     Raises:
         UserError: The batch does not divide over the mesh, or parameters do not; all are listed.
     """
+    rules = rules_in_force() if rules is None else rules
     shards = batch_shards(mesh, rules)
     arrays = {
         name: jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
@@ -106,7 +109,7 @@ def program_of(
             for name, leaf in arrays.items()
         }
     step = make_step(graphdef, tx, loss, accumulate=accumulate, metrics=metrics)
-    return Program(step=step, state=state, batch=arrays, mesh=mesh, shards=shards, accumulate=accumulate)
+    return Program(step=step, state=state, batch=arrays, mesh=mesh, shards=shards, accumulate=accumulate, rules=rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +173,9 @@ def compile_program(program: Program) -> tuple[Compiled, str]:
     """
     begin = time.perf_counter()
     single = not isinstance(next(iter(program.batch.values())).sharding, NamedSharding)
-    compiled = lower_step(program.step, program.state, program.batch, None if single else program.mesh).compile()
+    with use_rules(program.rules):
+        lowered = lower_step(program.step, program.state, program.batch, None if single else program.mesh)
+    compiled = lowered.compile()
     seconds = time.perf_counter() - begin
     return read_compiled(compiled.memory_analysis(), compiled.cost_analysis(), seconds), compiled.as_text() or ""
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from styrax.core import tree
-from styrax.core.mesh import DEFAULT_RULES
+from styrax.core import rules_in_force, tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +28,8 @@ class Widths:
         head_numbers: Of the head (or the embedding, where that is the head), likewise.
         gated: Whether the MLP has a gate.
         remat: "none", "dots" or "block".
+        head: Width of a head; 0 where it is not known.
+        fenced: The program is for a CPU, where a block keeps more; see `styrax.train.plan.blocks`.
     """
 
     layers: int
@@ -41,13 +42,20 @@ class Widths:
     head_numbers: float
     gated: bool
     remat: str
+    head: float = 0.0
+    fenced: bool = False
 
 
 _NEEDED = ("num_layers", "embed_dim", "num_heads", "kv_heads", "head_width", "mlp_width", "remat", "arch")
 
 
 def widths_of(
-    config: Any, params: Any, vocab_size: int | None, mesh: Mapping[str, int], platform: str
+    config: Any,
+    params: Any,
+    vocab_size: int | None,
+    mesh: Mapping[str, int],
+    platform: str,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Widths | None:
     """Read them; None for a model that is described by other names, of which nothing is guessed.
 
@@ -57,12 +65,20 @@ def widths_of(
         vocab_size: Logits a token.
         mesh: Mesh axis -> devices along it.
         platform: What it runs on: "auto" recomputes everywhere but on a CPU.
+        rules: Logical axis -> mesh axes; None means those in force.
     """
     if vocab_size is None or any(not hasattr(config, name) for name in _NEEDED):
         return None
-    tensor, experts = mesh.get("tensor", 1), mesh.get("expert", 1)
-    # Devices along an axis of experts that does not split the batch share what its tokens are in experts.
-    sharing = 1 if "expert" in DEFAULT_RULES["batch"] else experts
+    rules = rules_in_force() if rules is None else rules
+
+    def ways(name: str, without: Collection[str] = ()) -> int:
+        return math.prod(mesh.get(axis, 1) for axis in rules.get(name, ()) if axis not in without)
+
+    # What splits tokens does not split what is made of one; parameters that lie over it are gathered.
+    tokens = (*rules.get("batch", ()), *rules.get("seq", ()))
+    # Devices along an axis of experts that does not split tokens share what those are in experts.
+    experts, sharing = ways("expert"), ways("expert", tokens)
+    width, heads, kv, vocab = (ways(name, tokens) for name in ("mlp", "heads", "kv_heads", "vocab"))
     moe = getattr(config.arch, "moe", None)
     mlp = float(config.mlp_width)
     if moe is not None:
@@ -86,14 +102,16 @@ def widths_of(
     return Widths(
         layers=config.num_layers,
         embed=config.embed_dim,
-        heads=config.num_heads * config.head_width / tensor,
-        kv=config.kv_heads * config.head_width / tensor,
-        mlp=mlp / tensor,
-        vocab=vocab_size / tensor,
-        block_numbers=blocks / tensor + expert_numbers / experts / tensor,
-        head_numbers=head / tensor,
+        heads=config.num_heads * config.head_width / heads,
+        kv=config.kv_heads * config.head_width / kv,
+        mlp=mlp / width,
+        vocab=vocab_size / vocab,
+        block_numbers=blocks / width + expert_numbers / experts / width,
+        head_numbers=head / vocab,
         gated=bool(getattr(getattr(config.arch, "mlp", None), "gated", True)),
         remat=remat,
+        head=config.head_width,
+        fenced=platform == "cpu",
     )
 
 
