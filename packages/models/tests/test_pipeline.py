@@ -1,13 +1,17 @@
 """Layers over stages: what one device computes, whatever the microbatches and however often they go round."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from styrax.core import DEFAULT_RULES, UserError, tree
-from styrax.core.mesh import MeshConfig, shardings
+from styrax.core.mesh import MeshConfig, shardings, spec
 from styrax.models import Arch, Attn, Head, MoE, Runtime
 from styrax.models.layers.meshes import mesh_of
 from styrax.models.pipeline import Schedule, schedule
@@ -56,6 +60,23 @@ def same(got, expected):
     for path, leaf in expected[2].items():
         bound = 2e-5 * max(float(jnp.abs(leaf).max()), 1e-3)
         np.testing.assert_allclose(got[2][path], leaf, atol=bound, err_msg=path)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_each_device_has_the_loss_of_its_own_rows(build, kind):
+    model = build(num_layers=2, runtime=Runtime(microbatches=1, schedule=kind))
+    mesh, placed = on_mesh(model, {"data": 4, "stage": 2})
+    rows = jax.device_put(batch(), NamedSharding(mesh, spec(("batch", None), RULES, mesh)))
+
+    def loss(model, rows):
+        term = model.losses(*rows[:3], segment_ids=rows[3])["loss"]
+        return term.total / term.weight
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(nnx.grad(loss)).lower(placed, rows).compile().as_text()
+    logits = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+),23\]", text)}
+    tokens = {math.prod(shape) for shape in logits} - {model.config.embed_dim}
+    assert tokens == {ROWS * SEQ // 8}
 
 
 @pytest.mark.parametrize(

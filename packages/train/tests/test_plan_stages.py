@@ -8,7 +8,7 @@ from styrax.core import DEFAULT_RULES, MeshConfig
 from styrax.train.plan.blocks import block_at_work
 from styrax.train.plan.predict import exchanges
 from styrax.train.plan.shape import Widths
-from styrax.train.plan.stages import Stages, held_by_stages, loss_tokens, micro_tokens, passes, stages_of
+from styrax.train.plan.stages import Stages, held_by_stages, micro_tokens, passes, stages_of
 
 # Of a token at a layer, in a dtype of two bytes: 8 numbers enter, and 112 and the norms in float32 are kept.
 SIZES = {"layers": 8, "embed": 8, "heads": 16, "kv": 8, "mlp": 2, "vocab": 50, "block_numbers": 100, "head_numbers": 50}
@@ -92,13 +92,7 @@ def test_a_configuration_says_how_its_pipeline_is_filled():
     program = program_on(data=2, stage=4)
     found = stages_of(config, program)
     assert found == stages(one_by_one=True)
-    assert (found.ticks, micro_tokens(program, found), loss_tokens(program, found)) == (
-        11,
-        64 * 16 / 2 / 8,
-        64 * 16 / 8,
-    )
-    # What leaves "gpipe" is brought together over data.
-    assert loss_tokens(program, stages()) == 64 * 16 / 4
+    assert (found.ticks, micro_tokens(program, found)) == (11, 64 * 16 / 2 / 8)
     assert stages_of(SimpleNamespace(), program) is None
     assert stages_of(SimpleNamespace(pipeline=lambda rows, mesh: None), program) is None
 

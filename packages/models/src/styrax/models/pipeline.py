@@ -182,12 +182,11 @@ def run_pipelined(
         for number in segment.stacks
     ]
     whole = x.shape[0] // count
-    scattered = set(over) <= set(batch) and whole % stages == 0
+    ways = here.ways(tuple(axis for axis in batch if axis not in over))
+    ways = ways if set(over) <= set(batch) and whole % (ways * stages) == 0 else 0
     layers = _layers(make_step, segment, each, remat)
     given = jax.tree.map(lambda leaf: _cut(leaf, count), given)
     if kind == "1f1b":
-        ways = here.ways(tuple(axis for axis in batch if axis not in over))
-        ways = ways if scattered and whole % (ways * stages) == 0 else 0
         out, found = pipeline_1f1b.run(layers, parts, x, given, plan=plan, mesh=here.mesh, over=over, ways=ways)
         return out, jax.tree.map(lambda leaf: _joined(leaf, segment.repeats, whole), found)
 
@@ -206,6 +205,7 @@ def run_pipelined(
         chosen = jax.checkpoint(chosen, prevent_cse=False, policy=keep)
 
     dtype, wide = x.dtype, pipeline_1f1b.sum_dtype(x)
+    rows_of = pipeline_1f1b.Rows(count, stages, over, ways, x.shape)
 
     def local(parts: Any, x: Array, given: Any, stage: Array) -> tuple[Array, Any]:
         parts, stage, x = jax.tree.map(lambda leaf: leaf[:, 0], parts), stage[0], x.astype(dtype)
@@ -224,8 +224,9 @@ def run_pipelined(
         start = jnp.zeros_like(x[0]), jnp.zeros_like(x) if repeats > 1 else None
         _, (out, found) = jax.lax.scan(tick, start, jnp.arange(plan.ticks))
         out = jnp.where(stage == stages - 1, out[-count:], 0).astype(wide)
-        if scattered:
-            out = jax.lax.psum_scatter(out, over, scatter_dimension=1, tiled=True)
+        if ways:
+            out = out.reshape(count, *rows_of.apart)
+            out = jax.lax.psum_scatter(out, over, scatter_dimension=2, tiled=True)
         else:
             out = jax.lax.psum(out, over)
         return out, jax.tree.map(lambda leaf: _of_items(leaf, stage, plan), found)
@@ -234,13 +235,13 @@ def run_pipelined(
         local,
         mesh=here.mesh,
         in_specs=(PartitionSpec(None, over), PartitionSpec(), PartitionSpec(), PartitionSpec(over)),
-        out_specs=(PartitionSpec(None, over if scattered else None), PartitionSpec(None, over)),
+        out_specs=(rows_of.spec, PartitionSpec(None, over)),
         axis_names=set(over),
         check_vma=False,
     )
     out, found = run(parts, _cut(x, count).astype(wide), given, jnp.arange(stages))
     reports = jax.tree.map(lambda leaf: _joined(leaf, segment.repeats, whole), found)
-    return jnp.swapaxes(out, 0, 1).reshape(x.shape).astype(dtype), reports
+    return rows_of.joined(out).astype(dtype), reports
 
 
 def _layers(make_step: Callable[[Any], Step], segment: Segment, each: int, remat: Any) -> Layers:

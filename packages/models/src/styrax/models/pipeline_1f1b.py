@@ -70,7 +70,7 @@ def run(
         The residual stream after all layers, and the reports, `[1, stages, layers of a stage, microbatches, ...]`.
     """
     floats, others, join = _parted((parts, given))
-    rows = _Rows(plan.microbatches, plan.stages, over, ways, x.shape)
+    rows = Rows(plan.microbatches, plan.stages, over, ways, x.shape)
 
     def mapped(local: Any, ins: Sequence[PartitionSpec], outs: Any) -> Any:
         specs = {"in_specs": (*ins, PartitionSpec(over)), "out_specs": outs}
@@ -111,11 +111,18 @@ def sum_dtype(x: Float[Array, "..."]) -> Any:
     return jnp.promote_types(x.dtype, "float32") if on_cpu(x) else x.dtype
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """How a batch lies: each stage holds its share of the rows of every microbatch, if they divide.
 
     One microbatch at a time is brought together where it is needed. Parts of other axes come before those of stages,
     as in a batch that is split over both, so that nothing moves at the border.
+
+    Attributes:
+        microbatches: Parts of a batch.
+        stages: How many.
+        over: Their mesh axes.
+        ways: Parts of other axes; 0 where rows do not divide, and every stage has them all.
+        shape: Of the batch.
     """
 
     microbatches: int
@@ -126,6 +133,7 @@ class _Rows(NamedTuple):
 
     @property
     def spec(self) -> PartitionSpec:
+        """Where what `cut` gives lies."""
         return PartitionSpec(None, None, self.over) if self.ways else PartitionSpec()
 
     @property
@@ -140,10 +148,12 @@ class _Rows(NamedTuple):
         return (self.ways, self.stages, each, *self.shape[1:]) if self.ways else self.one
 
     def cut(self, x: Array) -> Array:
+        """Make `[microbatches, *apart]` of `[batch, ...]`."""
         place = len(self.apart) - len(self.shape) + 1
         return jnp.moveaxis(x.reshape(*self.apart[:place], self.microbatches, *self.shape[1:]), place, 0)
 
     def joined(self, x: Array) -> Array:
+        """Undo `cut`."""
         return jnp.moveaxis(x, 0, len(self.apart) - len(self.shape) + 1).reshape(self.shape)
 
     def read(self, x: Array, number: Array, wait: Callable[[Array], Array] = lambda one: one) -> Array:
@@ -164,7 +174,7 @@ class _Rows(NamedTuple):
         return jax.lax.psum(x.astype(sum_dtype(x)), self.over).astype(x.dtype)
 
 
-def _forward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]:
+def _forward(layers: Layers, plan: Schedule, rows: Rows) -> Callable[..., Any]:
     stages, count = plan.stages, plan.microbatches
     ring = [(stage, (stage + 1) % stages) for stage in range(stages)]
 
@@ -184,7 +194,7 @@ def _forward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]:
     return local
 
 
-def _backward(layers: Layers, plan: Schedule, rows: _Rows) -> Callable[..., Any]:
+def _backward(layers: Layers, plan: Schedule, rows: Rows) -> Callable[..., Any]:
     stages, count = plan.stages, plan.microbatches
     onward = [(stage, (stage + 1) % stages) for stage in range(stages)]
     returning = [(there, here) for here, there in onward]

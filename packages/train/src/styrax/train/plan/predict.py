@@ -32,7 +32,7 @@ from styrax.train.plan.blocks import block_at_work, kept_by_layer
 from styrax.train.plan.collectives import Collective, exchange
 from styrax.train.plan.program import Program
 from styrax.train.plan.shape import Widths, held
-from styrax.train.plan.stages import Stages, held_by_stages, loss_tokens, micro_tokens, passes, sent_by_stages
+from styrax.train.plan.stages import Stages, held_by_stages, micro_tokens, passes, sent_by_stages
 from styrax.train.plan.topology import TPUS
 
 
@@ -143,12 +143,11 @@ def predict(
     if widths is not None:
         tokens = program.tokens / program.shards / program.accumulate
         length, copy = program.tokens // program.rows, cast_copy(state.params, compute_bytes)
-        there = tokens if stages is None else loss_tokens(program, stages)
-        pieces = min(there, MOST_LOGITS / vocab_total(widths, program)) * widths.vocab
+        pieces = min(tokens, MOST_LOGITS / vocab_total(widths, program)) * widths.vocab
         mesh = dict(program.mesh.shape)
         ways = math.prod(mesh.get(axis, 1) for axis in program.rules.get("embed", ()))
         few = program.rows // program.accumulate == program.shards or (gaps > 1 and widths.embed < 8 * ways)
-        loss = at_loss(widths, there, compute_bytes, pieces, few=few and program.shards > 1)
+        loss = at_loss(widths, tokens, compute_bytes, pieces, few=few and program.shards > 1)
         ids = ID_BYTES * program.tokens // program.accumulate if program.shards > 1 else 0
         if stages is None:
             activations = kept(widths, tokens, compute_bytes, length)
@@ -175,7 +174,6 @@ def predict(
         of_layers = (flops_per_token - of_head) * (1.0 if widths is None else passes(stages, widths.remat) / 3)
         if stages is not None:
             of_layers *= stages.stretch  # stages compute while they wait
-            of_head *= loss_tokens(program, stages) * program.shards * program.accumulate / program.tokens
         flops = (of_layers + of_head) * program.tokens / program.mesh.size
     accessed = None
     if activations is not None and widths is not None:

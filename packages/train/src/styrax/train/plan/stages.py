@@ -206,16 +206,6 @@ def micro_tokens(program: Program, stages: Stages) -> float:
     return program.tokens / program.accumulate / (program.shards / both) / stages.microbatches
 
 
-def loss_tokens(program: Program, stages: Stages) -> float:
-    """Tokens of the loss on one device.
-
-    What leaves "gpipe" is split over the stages first, and then over what splits rows, the other way round than a
-    batch. So the compiler brings the rows of the others together, and all of them work on the same loss.
-    """
-    tokens = program.tokens / program.accumulate
-    return tokens / program.shards if stages.one_by_one or not stages.spread else tokens / stages.count
-
-
 def passes(stages: Stages | None, remat: str) -> int:
     """Forward passes of the layers that a step takes as long as.
 
