@@ -198,3 +198,14 @@ def test_exchanges_that_were_not_read_are_foreseen():
     assert foreseen.roofline.network > 0 and blind.roofline.network == foreseen.roofline.network
     assert any("are seen to be sent" in note for note in blind.notes)
     assert not any("are seen to be sent" in note for note in foreseen.notes)
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize(("length", "rows"), [(1024, 4), (256, 16)], ids=["long rows", "short rows"])
+def test_bytes_on_one_core_are_near_those_of_the_compiler(length, rows, remat):
+    """Long rows keep no weights of attention there, and what is recomputed is not kept."""
+    sizes = ["model.num_layers=4", "model.embed_dim=192", "model.num_heads=3", "data.kind=synthetic"]
+    sizes += ["data.vocab_size=512", f"data.seq_len={length}", f"data.batch_size={rows}", f"model.remat={remat}"]
+    found = plan(resolved(*sizes), topology="cpu:1")
+    assert found.compiled is not None
+    assert found.predicted.total_bytes == pytest.approx(found.compiled.total_bytes, rel=0.1)

@@ -102,3 +102,24 @@ def test_recomputation_on_a_cpu(build, tokens, packed, remat, recomputed):
     model = build(num_layers=1, remat=remat)
     text = str(jax.make_jaxpr(jax.grad(loss))(model, tokens, packed, None))
     assert is_recomputed(text) is recomputed
+
+
+def test_what_is_recomputed_on_a_cpu_is_not_kept(build):
+    """Unrolled, it would be made early, and be there until it is needed."""
+    tokens = jnp.zeros((8, 64), int)
+
+    def temporaries(**changes):
+        model = build(num_layers=6, **changes)
+        objective = jax.grad(lambda model: jax.nn.log_softmax(model(tokens))[..., 0].mean())
+        return jax.jit(objective).lower(model).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(remat="block") < temporaries(remat="none") / 2
+
+
+def test_a_cache_keeps_layers_apart_on_a_cpu(build):
+    model = build(num_layers=2, remat="block")
+    assert len(model.blocks()) == 1
+    assert len(model.blocks(cached=True)) == 2
+    cache = model.init_cache(1, 8)
+    text = jax.jit(lambda model, cache: model(jnp.zeros((1, 1), int), cache=cache)).lower(model, cache).as_text()
+    assert "stablehlo.while" not in text

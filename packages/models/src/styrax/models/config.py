@@ -132,8 +132,8 @@ class DecoderConfig:
         dropout: Probability of dropping an element of the embedding and of each residual branch, below 1.
         remat: Recompute each block in the backward pass ("block"), all of it but its matrix products ("dots"), or
             keep its activations ("none"); "auto" recomputes, except on a CPU.
-        scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU.
-            Parameters and results are the same.
+        scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU, unless
+            blocks are recomputed. Parameters and results are the same.
         runtime: Which attention computes it, and how a pipeline is filled.
         max_len: Longest context, in tokens, that generation looks back on.
         scales: Constant factors in the forward pass and the initial values.

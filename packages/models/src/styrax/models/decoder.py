@@ -156,14 +156,21 @@ class Decoder(nnx.Module):
                 the cache's whole length; beyond it, a row's logits are NaN.
         """
         given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "rngs": rngs, "row_ids": row_ids}
-        x, new, _ = self.hidden(self.blocks(), tokens, cache=cache, **given)
+        x, new, _ = self.hidden(self.blocks(cached=cache is not None), tokens, cache=cache, **given)
         logits = self.logits(x)
         return logits if new is None else (logits, new)
 
-    def blocks(self) -> tuple[Block, ...]:
-        """Give the blocks as the config's `scan` wants them: the stacks themselves, or cut into single blocks."""
-        looped = scans(self.config.scan, self.embed.embedding[...])
+    def blocks(self, *, cached: bool = False) -> tuple[Block, ...]:
+        """Give the blocks as the config's `scan` wants them: the stacks themselves, or cut into single blocks.
+
+        Args:
+            cached: They are for calls with a cache.
+        """
+        looped = scans(self.config.scan, self._remat(cached), self.embed.embedding[...])
         return self._stacks() if looped else in_order(self.config.plan[0], self._stacks())
+
+    def _remat(self, cached: bool) -> Any:
+        return not cached and remat_of(self.config.remat, self.embed.embedding[...])
 
     def _stacks(self) -> tuple[Block, ...]:
         return (self.layers,) if isinstance(self.layers, Block) else tuple(self.layers)
@@ -216,11 +223,11 @@ class Decoder(nnx.Module):
             per_layer = jnp.moveaxis(per_layer, 2, 0).reshape(config.num_layers, *x.shape[:-1], -1)
         stacks, segments = config.plan
         parts = (None,) * len(stacks) if cache is None else cache.parts
-        remat = cache is None and remat_of(config.remat, self.embed.embedding[...])
+        remat = self._remat(cache is not None)
         here, step = mesh_of(self.embed.embedding[...]), step_in(scope)
         if cache is None and pipeline.stages_of(here):
             x, reports = self._pipelined(step_in, x.reshape(*tokens.shape, -1), (positions, segment_ids, key), here)
-        elif scans(config.scan, self.embed.embedding[...]):
+        elif scans(config.scan, remat, self.embed.embedding[...]):
             x, parts, reports = run_scanned(step, segments, blocks, x, parts, remat=remat, rows=per_layer)
         else:
             x, parts, reports = run_unrolled(step, stacks, blocks, x, parts, remat=remat, rows=per_layer)

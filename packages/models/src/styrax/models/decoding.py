@@ -50,7 +50,7 @@ class Runner:
     def __init__(self, model: Decoder) -> None:
         self.config, self.vocab_size = model.config, model.vocab_size
         # A flat list, since to look into a module costs more than a step of a small model.
-        found, treedef = jax.tree_util.tree_flatten_with_path((model, model.blocks()))
+        found, treedef = jax.tree_util.tree_flatten_with_path((model, model.blocks(cached=True)))
         slow = on_cpu() and jnp.dtype(model.policy.compute_dtype).itemsize < 4
         paths = [jax.tree_util.keystr(path, simple=True, separator="/").split("/") for path, _ in found]
         forms = tuple(_form(path, leaf, slow) for path, (_, leaf) in zip(paths, found, strict=True))

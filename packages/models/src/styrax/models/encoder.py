@@ -142,7 +142,7 @@ class Encoder(nnx.Module):
             return block(x, mask=mask, batch=batch, layer=turn.layer, key=key), part, None, {}
 
         (stacks, segments), parts, remat = self.config.plan, (None,), remat_of(self.config.remat, x)
-        if scans(self.config.scan, x):
+        if scans(self.config.scan, remat, x):
             return run_scanned(step, segments, (self.layers,), x, parts, remat=remat)[0]
         return run_unrolled(step, stacks, unstack(self.layers), x, parts, remat=remat)[0]
 

@@ -153,8 +153,8 @@ class EncoderConfig:
         dropout: Probability of dropping an element of the embedding and of each residual branch, below 1.
         remat: Recompute each block in the backward pass ("block"), all of it but its matrix products ("dots"), or
             keep its activations ("none"); "auto" recomputes, except on a CPU.
-        scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU.
-            Parameters and results are the same.
+        scan: Loop over the layers with `jax.lax.scan` ("on") or unroll them ("off"); "auto" is off on a CPU, unless
+            blocks are recomputed. Parameters and results are the same.
 
     Raises:
         ValueError: Values do not fit together; all problems are listed.

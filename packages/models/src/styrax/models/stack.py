@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from styrax.models.layers.fence import on_cpu
+from styrax.models.layers.meshes import mesh_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -204,14 +206,21 @@ def _cut(rows: Any, segments: Sequence[Segment]) -> list[Any]:
     return [treedef.unflatten([each[number] for each in cut]) for number in range(len(segments))]
 
 
-def scans(scan: str, *arrays: Array) -> bool:
+def scans(scan: str, remat: Any, *arrays: Array) -> bool:
     """Tell whether layers are looped over: "on", "off", or "auto", which unrolls them on a CPU.
+
+    Unless they are recomputed there: the compiler for CPUs would do that long before the backward pass needs it, and
+    keep it until then, so that nothing is saved. On several simulated devices they are unrolled all the same, as there
+    exchanges in a loop and beside it may wait for each other.
 
     Args:
         scan: Of the config.
+        remat: From `remat_of`; `False` if nothing is differentiated.
         arrays: Of the model, whose mesh may say what it runs on; see `styrax.models.layers.fence.platform`.
     """
-    return scan == "on" or (scan == "auto" and not on_cpu(*arrays))
+    if scan != "auto" or not on_cpu(*arrays):
+        return scan != "off"
+    return remat is not None and remat is not False and all(math.prod(mesh_of(x).free.values()) == 1 for x in arrays)
 
 
 def remat_of(remat: str, *arrays: Array) -> Any:

@@ -10,7 +10,7 @@ values $k$, of the MLP $f$ ($f'$ with both sides of a gate), and $N$ numbers in 
 - at work on the way back, with its weights and their gradients whole, it has $2 N c + t c\,(2 f' + 2 h + 2 k + 4 d)$.
 
 On a CPU attention keeps its weights too, twice in float32 and with a table of pairs, for all the keys that its blocks
-of queries go through; narrow numbers are widened; and of a block that is recomputed all that it would keep is there at
+of queries go through, but not those of rows of 512 tokens or more on one device (`styrax.models.attention.blocked`); narrow numbers are widened; and of a block that is recomputed all that it would keep is there at
 once.
 """
 
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from styrax.train.plan.shape import Widths
+
+_LONG = 512
 
 
 def kept_by_layer(widths: Widths, tokens: float, compute_bytes: int, length: int = 0) -> float:
@@ -70,6 +72,7 @@ def _all(widths: Widths, tokens: float, compute_bytes: int, length: int) -> floa
     if widths.fenced:
         blocks = max(1, min(8, -(-length // 64)))
         keys = length * (blocks + 1) / (2 * blocks)
-        c, scores = max(c, 4), (widths.heads / widths.head * keys * 9 if widths.head else 0.0)
+        tables = widths.head and not (widths.alone and length >= _LONG)
+        c, scores = max(c, 4), (widths.heads / widths.head * keys * 9 if tables else 0.0)
     numbers = 6 * widths.embed + 2 * widths.heads + 2 * widths.kv + _both(widths) + 4 * widths.mlp
     return tokens * (numbers * c + (8 * widths.embed if c < 4 else 0) + scores)

@@ -30,6 +30,7 @@ class Widths:
         remat: "none", "dots" or "block".
         head: Width of a head; 0 where it is not known.
         fenced: The program is for a CPU, where a block keeps more; see `styrax.train.plan.blocks`.
+        alone: There is one device.
     """
 
     layers: int
@@ -44,6 +45,7 @@ class Widths:
     remat: str
     head: float = 0.0
     fenced: bool = False
+    alone: bool = False
 
 
 _NEEDED = ("num_layers", "embed_dim", "num_heads", "kv_heads", "head_width", "mlp_width", "remat", "arch")
@@ -112,6 +114,7 @@ def widths_of(
         remat=remat,
         head=config.head_width,
         fenced=platform == "cpu",
+        alone=math.prod(mesh.values()) == 1,
     )
 
 
