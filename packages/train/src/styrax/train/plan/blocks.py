@@ -10,8 +10,8 @@ values $k$, of the MLP $f$ ($f'$ with both sides of a gate), and $N$ numbers in 
 - at work on the way back, with its weights and their gradients whole, it has $2 N c + t c\,(2 f' + 2 h + 2 k + 4 d)$.
 
 On a CPU attention keeps its weights too, twice in float32 and with a table of pairs, for all the keys that its blocks
-of queries go through, but not those of rows of 512 tokens or more on one device (`styrax.models.attention.blocked`); narrow numbers are widened; and of a block that is recomputed all that it would keep is there at
-once.
+of queries go through, but not those of rows of 512 tokens or more on one device (`styrax.models.attention.blocked`);
+narrow numbers are widened; and of a block that is recomputed all that it would keep is there at once.
 """
 
 from __future__ import annotations
