@@ -77,5 +77,5 @@ def test_train_step_runs():
         [sys.executable, PROGRAMS / "train_step.py", "--quick"], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    for part in ("quick, llama, f32: ", "quick, bf16: ", "by hand", "held-out loss after "):
+    for part in ("quick, llama, f32: ", "quick, llama, bf16: ", "by hand", "held-out loss after "):
         assert part in done.stdout
