@@ -11,7 +11,7 @@ import pytest
 from families import cases
 from mtp_cases import LAST, MODULES, case_of, golden, places, reference, tensors_of, tokens, write
 
-from styrax.core import DEFAULT_RULES, UserError, tree
+from styrax.core import DEFAULT_RULES, UserError, tree, use_rules
 from styrax.core.cli import main
 from styrax.core.mesh import MeshConfig
 from styrax.models import drop_mtp, registry
@@ -132,6 +132,10 @@ def test_straight_into_shards(folder):
     kernel = tree.flatten(sharded)["mtp/block/attn/o/kernel"]
     assert len(kernel.sharding.device_set) == 8 and not kernel.is_fully_replicated
     same_leaves(sharded, from_pretrained(folder(name), mtp=True))
+    with use_rules({**rules, "heads": ()}):  # with none given, those in force say where
+        others = tree.flatten(from_pretrained(folder(name), mesh=mesh, mtp=True))
+    assert "tensor" in str(kernel.sharding.spec)
+    assert "tensor" not in str(others["mtp/block/attn/o/kernel"].sharding.spec)
 
 
 @every

@@ -240,7 +240,7 @@ class Decoder(nnx.Module):
     def _pipelined(self, step_in: Any, x: Array, given: tuple[Any, ...], here: Here) -> tuple[Array, tuple[Any, ...]]:
         config, segments = self.config, self.config.plan[1]
         if config.arch.per_layer is not None or config.arch.sharing is not None:
-            raise UserError("a pipeline (mesh axis stage) cannot run layers that share keys or have embeddings each")
+            raise UserError("a pipeline cannot run layers that share keys or have embeddings each")
         plan = pipeline.schedule(config.runtime, segments, len(x), here)
         remat = remat_of(config.remat, self.embed.embedding[...])
 

@@ -97,17 +97,16 @@ class PretrainedConfig:
 
         Args:
             mesh: Where they go; none means the default device.
-            rules: Logical axis -> mesh axes; none means the usual ones.
+            rules: Logical axis -> mesh axes; none means those in force.
             policy: Dtypes of parameters, computation and logits; none means float32 for all.
         """
-        from styrax.core import DEFAULT_RULES
         from styrax.models.hf.load import from_pretrained
         from styrax.models.surgery import freeze
 
         policy = policy or Policy()
         changes = {name: getattr(self, name) for name in ("dropout", "remat", "scan", "runtime")}
         dtypes = {"dtype": policy.param_dtype.name, "compute": policy.compute_dtype.name}
-        given: dict[str, Any] = {"rules": rules or DEFAULT_RULES, "mtp": self.mtp, **dtypes, **changes}
+        given: dict[str, Any] = {"rules": rules, "mtp": self.mtp, **dtypes, **changes}
         made = from_pretrained(self.folder, mesh=mesh, **given)
         return freeze(made, *self.freeze) if self.freeze else made
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from styrax.core import DEFAULT_RULES, Policy, UserError, tree
+from styrax.core import Policy, UserError, rules_in_force, tree
 from styrax.core.mesh import shardings
 from styrax.models.hf.mtp import asked, check_copies, check_there
 from styrax.models.hf.plan import Source, fit, stacked
@@ -34,7 +34,7 @@ def from_pretrained(
     folder: str | PathLike[str],
     *,
     mesh: Mesh | None = None,
-    rules: Mapping[str, Any] = DEFAULT_RULES,
+    rules: Mapping[str, Any] | None = None,
     dtype: str | None = None,
     compute: str | None = None,
     mtp: bool = False,
@@ -48,7 +48,7 @@ def from_pretrained(
     Args:
         folder: On this machine.
         mesh: Where the parameters go; `None` puts all on the default device.
-        rules: Logical axis -> mesh axes, for the mesh.
+        rules: Logical axis -> mesh axes, for the mesh; `None` means those in force, see `styrax.core.use_rules`.
         dtype: Of the parameters, such as "bf16"; `None` keeps each tensor's own.
         compute: Of the computation; `None` means that of the parameters, or of most of them.
         mtp: Load the modules for multi-token prediction too, which the config then has as `arch.head.mtp`; of
@@ -89,7 +89,7 @@ def from_pretrained(
             _check_tied(tensors, sources["embed/embedding"][0])
         places: Mapping[str, Any] = {}
         if mesh is not None:
-            places = tree.flatten(shardings(empty, config.logical_axes(), rules, mesh))
+            places = tree.flatten(shardings(empty, config.logical_axes(), rules or rules_in_force(), mesh))
         made = {}
         for path, leaf in wanted.items():
             kept = leaf.dtype if dtype is not None else kept_dtype(tensors, sources[path])

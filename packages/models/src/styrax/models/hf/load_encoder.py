@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flax import nnx
 
-from styrax.core import DEFAULT_RULES, Policy, UserError, tree
+from styrax.core import Policy, UserError, rules_in_force, tree
 from styrax.core.errors import nearest
 from styrax.core.mesh import shardings
 from styrax.models.hf.load import common_dtype, kept_dtype, place, read_json
@@ -34,7 +34,7 @@ def encoder_from_pretrained(
     *,
     tower: Literal["image", "text"] | None = None,
     mesh: Mesh | None = None,
-    rules: Mapping[str, Any] = DEFAULT_RULES,
+    rules: Mapping[str, Any] | None = None,
     dtype: str | None = None,
     compute: str | None = None,
     **changes: Any,
@@ -48,7 +48,7 @@ def encoder_from_pretrained(
         folder: On this machine.
         tower: Of a model that compares pictures and texts: which encoder to load; `None` loads both.
         mesh: Where the parameters go; `None` puts all on the default device.
-        rules: Logical axis -> mesh axes, for the mesh.
+        rules: Logical axis -> mesh axes, for the mesh; `None` means those in force, see `styrax.core.use_rules`.
         dtype: Of the parameters, such as "bf16"; `None` keeps each tensor's own.
         compute: Of the computation; `None` means that of the parameters, or of most of them.
         changes: Fields of the `EncoderConfig` to change, such as `remat` or `pool`; of both if there are two.
@@ -75,7 +75,7 @@ def encoder_from_pretrained(
     with open_tensors(folder) as tensors:
         param = Policy(param=dtype).param if dtype is not None else common_dtype(tensors)
         policy = Policy(param=param, compute=compute or param)
-        load = _Loader(folder, tensors, policy, keep=dtype is None, mesh=mesh, rules=rules)
+        load = _Loader(folder, tensors, policy, keep=dtype is None, mesh=mesh, rules=rules or rules_in_force())
         if name in ENCODERS:
             family = ENCODERS[name]
             found = {family.bare(each): tensor for each, tensor in tensors.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flax import nnx
 
-from styrax.core import DEFAULT_RULES, Policy, UserError, tree
+from styrax.core import Policy, UserError, rules_in_force, tree
 from styrax.core.mesh import shardings
 from styrax.models.hf.gguf import open_gguf
 from styrax.models.hf.gguf_config import read_metadata, read_names
@@ -33,7 +33,7 @@ def from_gguf(
     path: str | PathLike[str],
     *,
     mesh: Mesh | None = None,
-    rules: Mapping[str, Any] = DEFAULT_RULES,
+    rules: Mapping[str, Any] | None = None,
     dtype: str | None = None,
     compute: str | None = None,
     **changes: Any,
@@ -47,7 +47,7 @@ def from_gguf(
     Args:
         path: Of a file on this machine, of architecture llama, qwen2, qwen3, gemma2, gemma3 or phi3.
         mesh: Where the parameters go; `None` puts all on the default device.
-        rules: Logical axis -> mesh axes, for the mesh.
+        rules: Logical axis -> mesh axes, for the mesh; `None` means those in force, see `styrax.core.use_rules`.
         dtype: Of the parameters, such as "bf16"; `None` means float32, which holds every value that the file has.
         compute: Of the computation; `None` means that of the parameters.
         changes: Fields of the `DecoderConfig` to change, such as `remat` or `max_len`.
@@ -78,7 +78,7 @@ def from_gguf(
         sources = fit(family.rules(config), config, wanted, tensors, where=str(path))
         places: Mapping[str, Any] = {}
         if mesh is not None:
-            places = tree.flatten(shardings(empty, config.logical_axes(), rules, mesh))
+            places = tree.flatten(shardings(empty, config.logical_axes(), rules or rules_in_force(), mesh))
         made = {}
         for name, leaf in wanted.items():
             made[name] = place(tensors, sources[name], leaf.shape, leaf.dtype, places.get(name), stacked=stacked(name))  # pyright: ignore[reportArgumentType]
